@@ -1,0 +1,120 @@
+"""Where keys and values live. All layers share one carried array: a layer is an offset on page ids, never a slice."""
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+
+from jattn.spec import KV_DTYPES, AttnSpec, MLASpec
+
+_INT32_ROWS = 2**31 - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PagedKV:
+    """Paged keys and values of every layer, token-major. Carry it through jit with its buffers donated.
+
+    Scanning it in and out as xs/ys, or one array a layer, would copy the pool each step.
+    """
+
+    k: jax.Array  # [num_layers * num_pages, page_size, num_kv_heads, head_dim]
+    v: jax.Array  # [num_layers * num_pages, page_size, num_kv_heads, v_head_dim]
+    k_scale: jax.Array | None = None  # f32[num_layers], or f32[num_layers * num_pages, page_size, num_kv_heads]
+    v_scale: jax.Array | None = None  # like k_scale; stored value = value / scale
+    num_layers: int = dataclasses.field(metadata=dict(static=True))
+    layout: str = dataclasses.field(default="token_major", metadata=dict(static=True))  # physical packing
+
+    @classmethod
+    def create(
+        cls,
+        spec: AttnSpec,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        dtype: jnp.dtype | type | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> Self:
+        """An empty cache of `num_pages` pages a layer.
+
+        Args: dtype: used when `spec.kv_dtype` is None (default float32). k_scale, v_scale: per-tensor scales of a
+          quantised cache; with `spec.kv_scales == "token"` scales are measured at each write instead.
+        Raises: ValueError if a size is out of range, or if a row index would not fit int32.
+
+        >>> spec = AttnSpec(num_q_heads=9, num_kv_heads=3, head_dim=64)
+        >>> PagedKV.create(spec, num_layers=2, num_pages=10, page_size=16).k.shape
+        (20, 16, 3, 64)
+        """
+        if not 1 <= page_size <= 256:
+            raise ValueError(f"page_size={page_size}: want 1 to 256")
+        if num_layers < 1 or num_pages < 1:
+            raise ValueError(f"num_layers={num_layers}, num_pages={num_pages}: want at least 1 of each")
+        rows = num_layers * num_pages * page_size
+        if rows > _INT32_ROWS:
+            raise ValueError(
+                f"{num_layers} layers x {num_pages} pages x {page_size} tokens is {rows} rows, past the int32 index "
+                f"limit {_INT32_ROWS}: use fewer pages"
+            )
+        stored = KV_DTYPES[spec.kv_dtype] if spec.kv_dtype else (dtype or jnp.float32)
+        shape = (num_layers * num_pages, page_size, spec.num_kv_heads)
+        scales = {}
+        if spec.quantised:
+            for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
+                token = spec.kv_scales == "token"
+                scales[name] = jnp.full(shape if token else (num_layers,), 1.0 if token else value, jnp.float32)
+        return cls(
+            k=jnp.zeros((*shape, spec.head_dim), stored),
+            v=jnp.zeros((*shape, spec.v_head_dim), stored),
+            num_layers=num_layers,
+            **scales,
+        )
+
+    @property
+    def num_pages(self) -> int:
+        """Pages a layer."""
+        return self.k.shape[0] // self.num_layers
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self.k.shape[1]
+
+    @property
+    def token_scales(self) -> bool:
+        """Whether scales are stored for each token and KV head."""
+        return self.k_scale is not None and self.k_scale.ndim == 3
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedKV:
+    """Fresh keys and values of a step, packed request after request: plain prefill, prefix chunks, one-shot MHA."""
+
+    k: jax.Array  # [kv_tokens, num_kv_heads, head_dim]
+    v: jax.Array  # [kv_tokens, num_kv_heads, v_head_dim]
+    cu_kv_lens: jax.Array  # i32[seqs + 1], first entry 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MLACache:
+    """Paged latents of every layer: one row a token holds the normed latent, then the rotated shared key."""
+
+    latent: jax.Array  # [num_layers * num_pages, page_size, kv_lora_rank + qk_rope_head_dim]
+    num_layers: int = dataclasses.field(metadata=dict(static=True))
+    layout: str = dataclasses.field(default="latent_rope", metadata=dict(static=True))
+
+    @classmethod
+    def create(cls, spec: MLASpec, *, num_layers: int, num_pages: int, page_size: int, dtype=jnp.bfloat16) -> Self:
+        """An empty cache; attention over it is refused until a kernel provides MLA."""
+        width = spec.kv_lora_rank + spec.qk_rope_head_dim
+        stored = KV_DTYPES[spec.kv_dtype] if spec.kv_dtype else dtype
+        return cls(latent=jnp.zeros((num_layers * num_pages, page_size, width), stored), num_layers=num_layers)

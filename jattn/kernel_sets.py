@@ -1,0 +1,58 @@
+"""Kernel sets as rows: which functions serve an op, and what they provide. Selection: needed <= provided, first row wins.
+
+Every row of one op has the same array-level contract (see `pallas_kernels/<op>/xla.py`), so a set is swapped by name.
+A row without a function is *declared*: its place in the order is decided, its code is not there yet.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import pallas_kernels.attention.xla as attention_xla
+import pallas_kernels.kv_write.xla as kv_write_xla
+import pallas_kernels.merge_states.mosaic_gpu_sm90 as merge_sm90
+import pallas_kernels.merge_states.xla as merge_xla
+from jattn.features import Feature
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRow:
+    """One kernel of one set: never subclassed, never mutated."""
+
+    set: str
+    op: str  # "attend" | "write_kv" | "merge_states"
+    provides: frozenset[Feature]
+    function: Callable | None = None  # None: declared
+    ragged: Callable | None = None  # "attend" only: the same over packed keys
+
+    @property
+    def name(self) -> str:
+        """Key of the evidence table, as `hopper/attend`."""
+        return f"{self.set}/{self.op}"
+
+
+_BASE = frozenset({Feature.PAGED, Feature.CAUSAL, Feature.LSE})
+_MODEL = frozenset({Feature.WINDOW, Feature.SOFT_CAP, Feature.SINKS, Feature.UNEQUAL_HEAD_DIMS})
+_KV = frozenset({Feature.FP8_KV, Feature.INT8_KV, Feature.TOKEN_SCALES})
+_ALL_MHA = _BASE | _MODEL | _KV | {Feature.RAGGED, Feature.FULL, Feature.TREE}
+
+KERNELS: tuple[KernelRow, ...] = (
+    KernelRow(set="hopper", op="attend", provides=_BASE | _MODEL | {Feature.TREE, Feature.FP8_KV}),
+    KernelRow(set="hopper", op="write_kv", provides=_ALL_MHA),
+    KernelRow(set="hopper", op="merge_states", provides=_ALL_MHA, function=merge_sm90.merge_states),
+    KernelRow(set="gpu", op="attend", provides=_BASE | _MODEL | {Feature.TREE, Feature.FP8_KV}),
+    KernelRow(set="gpu", op="write_kv", provides=_ALL_MHA),
+    KernelRow(set="gpu", op="merge_states", provides=_ALL_MHA),
+    KernelRow(set="tpu", op="attend", provides=_BASE | _MODEL | {Feature.TREE, Feature.FP8_KV}),
+    KernelRow(set="tpu", op="write_kv", provides=_ALL_MHA),
+    KernelRow(set="tpu", op="merge_states", provides=_ALL_MHA),
+    KernelRow(
+        set="xla",
+        op="attend",
+        provides=_ALL_MHA,
+        function=attention_xla.paged_attention,
+        ragged=attention_xla.ragged_attention,
+    ),
+    KernelRow(set="xla", op="write_kv", provides=_ALL_MHA, function=kv_write_xla.write_kv),
+    KernelRow(set="xla", op="merge_states", provides=_ALL_MHA, function=merge_xla.merge_states),
+)
+OPS = ("attend", "write_kv", "merge_states")

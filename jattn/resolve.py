@@ -1,0 +1,123 @@
+"""policy x platform x features -> which kernels run, decided before tracing, with the reason for each row passed over."""
+
+import dataclasses
+import functools
+
+from jattn.backends import BackendPolicy, policy_named
+from jattn.features import Feature
+from jattn.kernel_sets import KERNELS, OPS, KernelRow
+from jattn.platforms import Platform, detect, platform_named
+from jattn.spec import AttnSpec, MLASpec
+
+
+class NoBackendError(ValueError):
+    """No kernel row provides what was asked; the message says what each row lacks."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The kernels that serve one layer: static and hashable, so it may be closed over or passed as a static argument."""
+
+    policy: str
+    platform: str
+    needs: frozenset[Feature]
+    rows: tuple[KernelRow, ...]  # one an op, in the order of OPS
+    skipped: tuple[str, ...]  # one sentence for each row passed over
+    num_splits: int = 1  # parts of the keys attended apart and merged
+
+    def row(self, op: str) -> KernelRow:
+        """The kernel that serves `op`."""
+        return self.rows[OPS.index(op)]
+
+
+def resolve(
+    spec: AttnSpec | MLASpec,
+    policy: str | None = None,
+    platform: Platform | str | None = None,
+    *,
+    page_size: int | None = None,
+    topk: int | None = None,
+    include_declared: bool = False,
+    prefer: tuple[str, ...] = (),
+    num_splits: int = 1,
+) -> Choice:
+    """Choose the kernels of a layer.
+
+    Args:
+      policy: a name of `jattn.backends.POLICIES`; None takes the platform's default.
+      platform: a row or a name of `PLATFORMS`; None asks the device once.
+      page_size, topk: checked against what the policy allows, where given.
+      include_declared: decide as if declared kernels existed: for tests of a platform that is not at hand.
+      prefer: kernel sets to try first, as ("hopper",); the policy's and the platform's order follow.
+      num_splits: split-KV parts, merged by the `merge_states` kernel.
+
+    Raises: NoBackendError naming the missing features; ValueError for an unknown name or a size the policy forbids.
+
+    >>> choice = resolve(AttnSpec(num_q_heads=9, num_kv_heads=3, head_dim=64), "native", "cpu")
+    >>> choice.row("attend").name
+    'xla/attend'
+    """
+    row = platform if isinstance(platform, Platform) else platform_named(platform) if platform else detect()
+    rules = policy_named(policy or row.default_policy)
+    check_policy(rules, spec, page_size=page_size, topk=topk)
+    return _choose(rules.name, rules.kernel_preference, row, spec.needs(), include_declared, prefer, num_splits)
+
+
+def check_policy(rules: BackendPolicy, spec: AttnSpec | MLASpec, *, page_size: int | None, topk: int | None) -> None:
+    """Refuse what the policy forbids, with the legal values. Nothing is overridden."""
+    name, is_mla = rules.name, isinstance(spec, MLASpec)
+    if rules.refused:
+        raise NoBackendError(f"policy {name!r} cannot run attention: {rules.refused}; use 'native'")
+    if is_mla and not rules.supports_mla:
+        raise NoBackendError(f"policy {name!r} does not serve MLA models; use 'native'")
+    if not is_mla and (rules.mla_only or not rules.supports_mha):
+        raise NoBackendError(f"policy {name!r} serves MLA models only, and this layer is MHA/GQA; use 'native'")
+    if page_size is not None and rules.page_sizes is not None and page_size not in rules.page_sizes:
+        legal = ", ".join(map(str, sorted(rules.page_sizes)))
+        raise ValueError(
+            f"page_size={page_size} is not legal under policy {name!r}: want one of {legal}, or use 'native'"
+        )
+    if topk is not None and rules.max_topk is not None and topk > rules.max_topk:
+        raise ValueError(f"topk={topk} is not legal under policy {name!r}: at most {rules.max_topk}, or use 'native'")
+    if rules.kv_dtypes is not None and spec.kv_dtype is not None and spec.kv_dtype not in rules.kv_dtypes:
+        legal = ", ".join(sorted(rules.kv_dtypes))
+        raise ValueError(
+            f"kv_dtype={spec.kv_dtype!r} is not legal under policy {name!r}: want one of {legal}, or use 'native'"
+        )
+    if isinstance(spec, AttnSpec) and spec.sinks and not rules.sinks:
+        raise NoBackendError(f"policy {name!r} does not serve attention sinks; use 'native'")
+
+
+@functools.cache  # reads static facts only, so it is safe while tracing
+def _choose(policy, preference, platform, needs, include_declared, prefer, num_splits) -> Choice:
+    order = tuple(dict.fromkeys((*prefer, *preference, *platform.kernel_sets)))
+    rows, skipped = [], []
+    for op in OPS:
+        chosen, reasons = _first(op, order, platform, needs, include_declared)
+        if chosen is None:
+            asked = ", ".join(sorted(needs)) or "plain attention"
+            raise NoBackendError(f"no kernel of {platform.name} serves {op} with {asked}: " + "; ".join(reasons))
+        rows.append(chosen)
+        skipped.extend(reasons)
+    return Choice(
+        policy=policy,
+        platform=platform.name,
+        needs=needs,
+        rows=tuple(rows),
+        skipped=tuple(skipped),
+        num_splits=num_splits,
+    )
+
+
+def _first(op, order, platform, needs, include_declared) -> tuple[KernelRow | None, list[str]]:
+    reasons = []
+    candidates = [row for name in order for row in KERNELS if row.set == name and row.op == op]
+    for row in candidates:
+        missing = sorted(needs - row.provides)
+        if missing:
+            reasons.append(f"{row.name} lacks {', '.join(missing)}")
+        elif row.function is None and not include_declared:
+            reasons.append(f"{row.name} is declared, not written yet")
+        else:
+            return row, reasons
+    return None, reasons
