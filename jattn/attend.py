@@ -3,8 +3,8 @@
 import dataclasses
 
 import jax
-
 import pallas_kernels.merge_states.xla as merge_xla
+
 from jattn.cache import MLACache, PagedKV, RaggedKV
 from jattn.plan import Plan
 from jattn.resolve import Choice, NoBackendError

@@ -1,4 +1,4 @@
-"""Kernel sets as rows: which functions serve an op, and what they provide. Selection: needed <= provided, first row wins.
+"""Kernel sets as rows: which functions serve an op, and what they provide. Needed <= provided, first row wins.
 
 Every row of one op has the same array-level contract (see `pallas_kernels/<op>/xla.py`), so a set is swapped by name.
 A row without a function is *declared*: its place in the order is decided, its code is not there yet.
@@ -11,6 +11,7 @@ import pallas_kernels.attention.xla as attention_xla
 import pallas_kernels.kv_write.xla as kv_write_xla
 import pallas_kernels.merge_states.mosaic_gpu_sm90 as merge_sm90
 import pallas_kernels.merge_states.xla as merge_xla
+
 from jattn.features import Feature
 
 

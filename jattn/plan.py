@@ -100,7 +100,8 @@ def make_plan(
     Raises: ValueError if shapes disagree, or (concrete values only) if lengths do.
     Source: arXiv:2309.06180 (paging); the tree is arXiv:2305.09781, kept as bits.
 
-    >>> plan = make_plan(ForwardMode.EXTEND, np.array([3, 5]), np.array([3, 1]), np.array([[4, 0], [7, 2]]), page_size=4)
+    >>> table = np.array([[4, 0], [7, 2]])
+    >>> plan = make_plan(ForwardMode.EXTEND, np.array([3, 5]), np.array([3, 1]), table, page_size=4)
     >>> plan.positions.tolist(), plan.write_slots.tolist()
     ([0, 1, 2, 4], [16, 17, 18, 8])
     """
@@ -184,5 +185,5 @@ def _check_lengths(mode, seq_lens, q_lens, page_table, page_size) -> None:
     room = page_table.shape[1] * page_size
     if (seq_lens > room).any():
         raise ValueError(
-            f"seq_lens={seq_lens.tolist()} but page_table has {page_table.shape[1]} pages of {page_size}, room for {room}"
+            f"seq_lens={seq_lens.tolist()} but page_table holds {page_table.shape[1]} pages of {page_size}: {room}"
         )

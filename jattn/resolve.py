@@ -1,4 +1,4 @@
-"""policy x platform x features -> which kernels run, decided before tracing, with the reason for each row passed over."""
+"""policy x platform x features -> which kernels run, decided before tracing, with a reason for each row passed over."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ class NoBackendError(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The kernels that serve one layer: static and hashable, so it may be closed over or passed as a static argument."""
+    """The kernels that serve one layer: static and hashable, so it may be closed over or be a static argument."""
 
     policy: str
     platform: str

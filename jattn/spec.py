@@ -1,4 +1,4 @@
-"""Static descriptions of an attention layer: what is asked for, in the field's terms. Hashable, so they pick programs."""
+"""Static descriptions of an attention layer, in the field's terms. Hashable, so that they pick programs."""
 
 import dataclasses
 

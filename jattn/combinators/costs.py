@@ -1,0 +1,64 @@
+"""What a row costs: relative time of a target step by number of rows, measured, and the programs worth compiling."""
+
+import bisect
+import dataclasses
+
+# Time of a step of n rows over a step of one row, SmolLM2-135M in float32. scripts/bench_round_costs.py measures it.
+# cpu: two AVX-512 cores, jax 0.11.2, context 256; results/round_costs_cpu.json holds the milliseconds.
+# Accelerators: a small model's step is bound by launches and weight reads, so rows are nearly free (not measured yet).
+_MEASURED: dict[str, tuple[tuple[int, float], ...]] = {
+    "cpu": ((1, 1.0), (2, 1.2), (4, 1.25), (8, 1.65), (16, 1.95), (32, 3.5), (64, 5.8), (128, 11.0)),
+    "accelerator": ((1, 1.0), (8, 1.05), (64, 1.2), (256, 2.0)),
+}
+
+
+def step_cost(rows: int, *, kind: str) -> float:
+    """Relative time of a step of `rows` rows on a platform of `kind`, interpolated; 0 rows cost nothing.
+
+    >>> step_cost(1, kind="cpu"), step_cost(6, kind="cpu")
+    (1.0, 1.45)
+    """
+    if rows == 0:
+        return 0.0
+    table = _MEASURED.get(kind, _MEASURED["accelerator"])
+    known = [n for n, _ in table]
+    at = bisect.bisect_left(known, rows)
+    if at == 0:
+        return table[0][1]
+    if at == len(table):  # past the table, compute-bound: proportional
+        return table[-1][1] * rows / known[-1]
+    (n0, c0), (n1, c1) = table[at - 1], table[at]
+    return c0 + (c1 - c0) * (rows - n0) / (n1 - n0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One compiled shape of the target step inside a round."""
+
+    rows: int  # packed rows
+    max_q_len: int  # rows of one request, at most
+    cost: float
+
+
+def variants(*, num_seqs: int, num_steps: int, kind: str, min_gain: float = 0.04) -> tuple[Variant, ...]:
+    """Shapes worth compiling: plain decode for up to num_seqs requests, verification for up to all their drafts.
+
+    Powers of two and the two extremes; a shape that saves less than `min_gain` over the next larger one is left out.
+
+    >>> [(v.rows, v.max_q_len) for v in variants(num_seqs=1, num_steps=7, kind="cpu")]
+    [(1, 1), (4, 8), (8, 8)]
+    """
+    shapes = _thin(range(1, num_seqs + 1), num_seqs, kind, min_gain, max_q_len=1)
+    if num_steps:
+        most = num_seqs * (num_steps + 1)
+        shapes += _thin(range(2, most + 1), most, kind, min_gain, max_q_len=num_steps + 1)
+    return tuple(shapes)
+
+
+def _thin(sizes: range, most: int, kind: str, min_gain: float, *, max_q_len: int) -> list[Variant]:
+    kept: list[Variant] = []
+    for rows in reversed([n for n in sizes if n == most or n & (n - 1) == 0]):
+        cost = step_cost(rows, kind=kind)
+        if not kept or cost < kept[0].cost * (1 - min_gain):
+            kept.insert(0, Variant(rows=rows, max_q_len=max_q_len, cost=cost))
+    return kept

@@ -1,0 +1,98 @@
+"""Prefill in fixed-size chunks: a new prompt length is no new program."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jattn.combinators.accept import append, finish
+from jattn.combinators.state import DecodeState, RoundReport, Status
+from jattn.modes import ForwardMode
+from jattn.plan import make_plan, rows_of
+from jattn.sampling import sample
+
+
+def extend(
+    model: nnx.Module, state: DecodeState, q_lens: jax.Array, *, rows: int, report_width: int
+) -> tuple[DecodeState, RoundReport]:
+    """Compute the next `q_lens` prompt tokens of each slot, packed; a slot whose prompt ends gets its first token.
+
+    Args: q_lens: i32[seqs], 0 for a slot that is not prefilling; their sum is at most `rows`.
+    Returns: the state, and a report with at most one token a slot.
+    """
+    lens = jnp.where(q_lens > 0, state.seq_lens + q_lens, 0)
+    plan = make_plan(
+        ForwardMode.EXTEND,
+        lens,
+        q_lens,
+        state.page_table,
+        page_size=state.cache.page_size,
+        num_tokens=rows,
+        max_q_len=rows,
+    )
+    seq, _, valid = rows_of(plan.cu_q_lens, rows)
+    ids = jnp.where(valid, state.tokens[seq, plan.positions], 0)
+    hidden, cache = model(ids, state.cache, plan)
+    last = jnp.clip(plan.cu_q_lens[1:] - 1, 0, rows - 1)
+    first = sample(model.logits(hidden[last]), state.sampling, lens)[:, None]
+    ends = (q_lens > 0) & (lens == state.prompt_lens)
+    counts, status = finish(first, ends.astype(jnp.int32), state.prompt_lens, state.limits, state.stop_ids)
+    status = jnp.where(ends, status, state.status)
+    new = jnp.pad(first, ((0, 0), (0, report_width - 1)), constant_values=-1)
+    new = jnp.where(jnp.arange(report_width)[None] < counts[:, None], new, -1)
+    state = dataclasses.replace(
+        state,
+        cache=cache,
+        tokens=append(state.tokens, state.prompt_lens, first, counts),
+        seq_lens=jnp.where(q_lens > 0, lens, state.seq_lens),
+        status=status,
+    )
+    return state, RoundReport(
+        tokens=new, counts=counts, drafted=jnp.zeros_like(counts), status=status, rows=jnp.int32(rows)
+    )
+
+
+def admit(
+    state: DecodeState,
+    slot: jax.Array,
+    tokens: jax.Array,
+    lens: jax.Array,
+    stop_ids: jax.Array,
+    sampling: jax.Array,
+    seed: jax.Array,
+) -> DecodeState:
+    """Put a request into a slot.
+
+    Args: slot: i32[]. tokens: i32[max_context], the prompt first. lens: i32[2], prompt length and token limit.
+      stop_ids: i32[max_stops]. sampling: f32[4], temperature, top_k, top_p, min_p. seed: u32[].
+    """
+    params = state.sampling
+    draft = dataclasses.replace(
+        state.draft,
+        accepted=state.draft.accepted.at[slot].set(0.0),
+        rejected=state.draft.rejected.at[slot].set(0.0),
+    )
+    return dataclasses.replace(
+        state,
+        tokens=state.tokens.at[slot].set(tokens),
+        seq_lens=state.seq_lens.at[slot].set(0),
+        prompt_lens=state.prompt_lens.at[slot].set(lens[0]),
+        limits=state.limits.at[slot].set(lens[1]),
+        stop_ids=state.stop_ids.at[slot].set(stop_ids),
+        status=state.status.at[slot].set(jnp.int32(Status.PREFILL)),
+        sampling=dataclasses.replace(
+            params,
+            temperature=params.temperature.at[slot].set(sampling[0]),
+            top_k=params.top_k.at[slot].set(sampling[1].astype(jnp.int32)),
+            top_p=params.top_p.at[slot].set(sampling[2]),
+            min_p=params.min_p.at[slot].set(sampling[3]),
+            seed=params.seed.at[slot].set(seed),
+        ),
+        draft=draft,
+    )
+
+
+def release(state: DecodeState, slot: jax.Array) -> DecodeState:
+    """Free a slot: later rounds pass it over. slot: i32[]."""
+    return dataclasses.replace(state, status=state.status.at[slot].set(jnp.int32(Status.FREE)))

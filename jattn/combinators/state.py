@@ -1,0 +1,102 @@
+"""The record that a jitted round carries, and what it reports. Donate the state; read the report one round late."""
+
+import dataclasses
+import enum
+
+import jax
+import jax.numpy as jnp
+
+from jattn.cache import PagedKV
+from jattn.plan import Tree
+from jattn.sampling import SamplingParams
+
+
+class Status(enum.IntEnum):
+    """Phase of a slot, as stored on the device."""
+
+    FREE = 0
+    PREFILL = 1
+    DECODE = 2
+    STOPPED = 3  # ended by a stop token
+    LENGTH = 4  # ended by its length limit
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DraftState:
+    """What a drafter carries between rounds. n-gram drafts use the counts; the rest is for drafters with a model."""
+
+    accepted: jax.Array  # f32[seqs, match classes], decayed count of accepted drafts
+    rejected: jax.Array  # f32[seqs, match classes], decayed count of rejections
+    hidden: jax.Array | None = None  # [seqs, d_model], target's hidden state at the newest cached token
+    topk_probs: jax.Array | None = None  # f32[seqs, topk]
+    topk_ids: jax.Array | None = None  # i32[seqs, topk]
+    tree: Tree | None = None  # ancestor bits of a round's nodes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeState:
+    """Every slot's requests, on the device between rounds.
+
+    While a slot decodes, tokens[b, seq_lens[b]] is its newest token: known, not cached yet.
+    """
+
+    cache: PagedKV
+    tokens: jax.Array  # i32[seqs, max_context], prompt and generated tokens
+    seq_lens: jax.Array  # i32[seqs], tokens whose keys and values are cached
+    prompt_lens: jax.Array  # i32[seqs]
+    limits: jax.Array  # i32[seqs], most tokens (prompt included) that the request may have
+    page_table: jax.Array  # i32[seqs, max_pages]
+    stop_ids: jax.Array  # i32[seqs, max_stops], -1 unused
+    status: jax.Array  # i32[seqs], a Status
+    sampling: SamplingParams
+    draft: DraftState
+
+    @classmethod
+    def create(
+        cls, cache: PagedKV, *, num_seqs: int, max_context: int, max_stops: int, num_classes: int
+    ) -> "DecodeState":
+        """All slots free."""
+        max_pages = -(-max_context // cache.page_size)
+
+        def ints(*shape: int, fill: int = 0) -> jax.Array:
+            return jnp.full((num_seqs, *shape), fill, jnp.int32)
+
+        return cls(
+            cache=cache,
+            tokens=ints(max_context),
+            seq_lens=ints(),
+            prompt_lens=ints(),
+            limits=ints(),
+            page_table=ints(max_pages),
+            stop_ids=ints(max_stops, fill=-1),
+            status=ints(),
+            sampling=SamplingParams.greedy(num_seqs),
+            draft=DraftState(
+                accepted=jnp.zeros((num_seqs, num_classes), jnp.float32),
+                rejected=jnp.zeros((num_seqs, num_classes), jnp.float32),
+            ),
+        )
+
+    @property
+    def decoding(self) -> jax.Array:
+        """bool[seqs]: slots that take part in a decode round."""
+        return self.status == Status.DECODE
+
+    @property
+    def newest(self) -> jax.Array:
+        """i32[seqs]: the known token that is not cached yet."""
+        return jnp.take_along_axis(self.tokens, self.seq_lens[:, None], axis=1, mode="clip")[:, 0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RoundReport:
+    """What one round did, small enough to copy to the host behind the next round."""
+
+    tokens: jax.Array  # i32[seqs, max_new], tokens added, -1 past the count
+    counts: jax.Array  # i32[seqs]
+    drafted: jax.Array  # i32[seqs], draft rows verified
+    status: jax.Array  # i32[seqs], after the round
+    rows: jax.Array  # i32[], rows that the program computed; 0 when nobody decoded

@@ -1,0 +1,64 @@
+"""Parts that every decoder shares: a linear map, a norm, and the split of a fused projection into heads."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jattn.spec import AttnSpec
+
+
+class Linear(nnx.Module):
+    """y = x W^T with W [out, in].
+
+    `weight_first` asks for W x^T, kept apart from the transpose around it. Measured on two AVX-512 cores, float32,
+    XLA:CPU of jax 0.11.2, a 135M-parameter decoder step without attention, ms at 1 / 2 / 4 / 8 / 16 rows:
+    W x^T behind a barrier 21 / 25 / 25 / 34 / 39; without the barrier (XLA swaps the operands back) 24 / 47 / 50 /
+    61 / 91; x W^T 72 / 43 / 53 / 54 / 69. One row against [vocab, d] alone: 4 ms first, 15 ms last.
+    """
+
+    def __init__(self, in_dim: int, out_dim: int, *, rngs: nnx.Rngs, dtype=jnp.float32, weight_first: bool = False):
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (out_dim, in_dim), dtype) * in_dim**-0.5)
+        self.weight_first = weight_first
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [rows, in] -> [rows, out] in x's dtype, accumulated in float32."""
+        return project(x, self.weight[...], weight_first=self.weight_first)
+
+
+def project(x: jax.Array, weight: jax.Array, *, weight_first: bool, out_dtype=None) -> jax.Array:
+    """x [rows, in], weight [out, in] -> [rows, out] in `out_dtype` (x's by default), accumulated in float32.
+
+    float32 operands are multiplied in full float32 on every device.
+    """
+    # HIGHEST is for float32: TF32 would lose 13 bits; narrower operands are exact products in any precision
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    lhs, rhs = (weight, x) if weight_first else (x, weight)
+    y = jax.lax.dot_general(lhs, rhs, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+    y = jax.lax.optimization_barrier(y).T if weight_first else y
+    return y.astype(out_dtype or x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight, statistics in float32. Source: arXiv:1910.07467."""
+
+    def __init__(self, dim: int, eps: float, dtype=jnp.float32):
+        self.weight = nnx.Param(jnp.ones((dim,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [rows, dim] -> same shape and dtype."""
+        wide = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return (wide * scale).astype(x.dtype) * self.weight[...][None, :]
+
+
+def split_heads(qkv: jax.Array, spec: AttnSpec) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[tokens, (q_heads + kv_heads) * head_dim + kv_heads * v_head_dim] -> q, k, v [tokens, heads, width]."""
+    tokens = qkv.shape[0]
+    q_end = spec.num_q_heads * spec.head_dim
+    k_end = q_end + spec.num_kv_heads * spec.head_dim
+    return (
+        qkv[:, :q_end].reshape(tokens, spec.num_q_heads, spec.head_dim),
+        qkv[:, q_end:k_end].reshape(tokens, spec.num_kv_heads, spec.head_dim),
+        qkv[:, k_end:].reshape(tokens, spec.num_kv_heads, spec.v_head_dim),
+    )

@@ -1,0 +1,197 @@
+"""The serving loop: admits, prefills, dispatches rounds, and reads each report behind the next round's dispatch."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jattn.cache import PagedKV
+from jattn.combinators.ngram import NUM_CLASSES
+from jattn.combinators.state import DecodeState, RoundReport, Status
+from jattn.serving.programs import ProgramConfig, Programs, compile_programs
+from jattn.serving.request import Request
+from jattn.serving.scheduler import Scheduler, Sequence
+
+_REASONS = {Status.STOPPED: "stop", Status.LENGTH: "length"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """New tokens of one request, in order. `finish_reason` is None until its last delta."""
+
+    sequence: Sequence
+    new_ids: list[int]
+    finish_reason: str | None  # "stop" | "length" | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _InFlight:
+    report: RoundReport
+    holders: tuple[Sequence | None, ...]  # who held each slot when the round was dispatched
+    is_prefill: bool
+
+
+class Engine:
+    """Serves requests with one model. Not thread-safe.
+
+    Args:
+      model: an NNX decoder with `(tokens, cache, plan) -> (hidden, cache)` and `logits(hidden)`, a `spec` and a
+        `choice`; its parameters are read, never changed.
+      num_layers, num_pages, page_size: of the cache. num_slots: requests that run together. max_context: tokens a
+        request may have. num_steps: drafts a request and round, 0 for none. kv_dtype: storage when the spec names none.
+      on_program: hears the name of each program when it is compiled.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        *,
+        num_layers: int,
+        num_slots: int,
+        num_pages: int,
+        page_size: int,
+        max_context: int,
+        num_steps: int,
+        kind: str,
+        kv_dtype=None,
+        prefill_rows: tuple[int, ...] = (32, 256),
+        max_stops: int = 8,
+        on_program: Callable[[str], None] = lambda name: None,
+    ):
+        self.config = ProgramConfig(
+            num_seqs=num_slots,
+            max_context=max_context,
+            num_steps=num_steps,
+            max_stops=max_stops,
+            prefill_rows=tuple(sorted(prefill_rows)),
+            kind=kind,
+        )
+        graphdef, self._params = nnx.split(model)
+        cache = PagedKV.create(
+            model.spec, num_layers=num_layers, num_pages=num_pages, page_size=page_size, dtype=kv_dtype
+        )
+        self.cache_bytes = cache.nbytes
+        self._state = DecodeState.create(
+            cache, num_seqs=num_slots, max_context=max_context, max_stops=max_stops, num_classes=NUM_CLASSES
+        )
+        self.programs: Programs = compile_programs(graphdef, self._params, self._state, self.config, on_program)
+        self.scheduler = Scheduler(
+            num_slots=num_slots,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_context=max_context,
+            rows_in_flight=2 * (num_steps + 1),
+        )
+        self._table = np.zeros(self._state.page_table.shape, np.int32)
+        self._pending: _InFlight | None = None
+        self.num_rounds = 0
+
+    def submit(self, request: Request) -> Sequence:
+        """Queue a request; ValueError if it cannot fit even alone, or has too many stop tokens."""
+        if len(request.stop_ids) > self.config.max_stops:
+            raise ValueError(f"{len(request.stop_ids)} stop tokens: this engine was built for {self.config.max_stops}")
+        return self.scheduler.submit(request)
+
+    def cancel(self, sequence: Sequence, reason: str = "stop") -> None:
+        """End a running request now, keeping what it has; its tokens still in flight are dropped."""
+        if sequence.finish_reason is None and sequence.slot is not None:
+            self._release(sequence)
+            sequence.finish_reason = reason
+
+    def run(self) -> Iterator[Delta]:
+        """Serve until every submitted request has ended. More may be submitted, or cancelled, between deltas."""
+        while self.scheduler.busy:
+            for sequence in self.scheduler.admit():
+                self._admit(sequence)
+            yield from self._step()
+        yield from self._drain()
+
+    def _step(self) -> Iterator[Delta]:
+        """Dispatch one program, then read the report of the one before it."""
+        yield from self._make_room()
+        if not any(self.scheduler.slots):
+            return
+        self._upload_pages()
+        holders = tuple(self.scheduler.slots)
+        waiting = self.scheduler.waiting_for_prefill()
+        if waiting:
+            rows = next((n for n in self.config.prefill_rows if n >= waiting), self.config.prefill_rows[-1])
+            q_lens = np.asarray(self.scheduler.next_chunk(rows), np.int32)
+            self._state, report = self.programs.prefill[rows](self._params, self._state, q_lens)
+        else:
+            self._state, report = self.programs.round(self._params, self._state)
+            self.num_rounds += 1
+        for leaf in jax.tree.leaves(report):
+            leaf.copy_to_host_async()
+        previous, self._pending = self._pending, _InFlight(report=report, holders=holders, is_prefill=waiting > 0)
+        if previous is not None:
+            yield from self._read(previous)
+
+    def _make_room(self) -> Iterator[Delta]:
+        """Reserve what the next round may write; where pages run out, take back the newest request, whole."""
+        while (victim := self.scheduler.short_of_pages()) is not None:
+            if self._pending is not None:
+                yield from self._drain()  # what it has generated must be known first, and may end it
+                continue
+            self._dispatch(self.programs.release, np.int32(victim.slot))
+            self.scheduler.preempt(victim)
+
+    def _drain(self) -> Iterator[Delta]:
+        previous, self._pending = self._pending, None
+        if previous is not None:
+            yield from self._read(previous)
+
+    def _read(self, flight: _InFlight) -> Iterator[Delta]:
+        report = jax.tree.map(np.asarray, flight.report)
+        for slot, sequence in enumerate(flight.holders):
+            if sequence is None or sequence.finish_reason is not None:
+                continue
+            count = int(report.counts[slot])
+            if count == 0 and report.status[slot] not in _REASONS:
+                continue
+            new_ids = report.tokens[slot, :count].tolist()
+            sequence.new_ids.extend(new_ids)
+            sequence.num_known += count
+            if not flight.is_prefill:
+                sequence.num_rounds += 1
+                sequence.num_round_tokens += count
+                sequence.num_drafted += int(report.drafted[slot])
+            sequence.finish_reason = _REASONS.get(Status(int(report.status[slot])))
+            if sequence.finish_reason is not None:
+                self.scheduler.finish(sequence)  # the device has stopped it already
+            yield Delta(sequence=sequence, new_ids=new_ids, finish_reason=sequence.finish_reason)
+
+    def _admit(self, sequence: Sequence) -> None:
+        request, known = sequence.request, sequence.known_ids
+        tokens = np.zeros(self.config.max_context, np.int32)
+        tokens[: len(known)] = known
+        stop_ids = np.full(self.config.max_stops, -1, np.int32)
+        stop_ids[: len(request.stop_ids)] = request.stop_ids
+        self._dispatch(
+            self.programs.admit,
+            np.int32(sequence.slot),
+            tokens,
+            np.asarray([len(known), self.scheduler.limit_of(sequence)], np.int32),
+            stop_ids,
+            np.asarray([request.temperature, request.top_k, request.top_p, request.min_p], np.float32),
+            np.uint32(request.seed % 2**32),
+        )
+
+    def _release(self, sequence: Sequence) -> None:
+        self._dispatch(self.programs.release, np.int32(sequence.slot))
+        self.scheduler.finish(sequence)
+
+    def _dispatch(self, program: Callable, *args) -> None:
+        self._state = program(self._state, *args)
+
+    def _upload_pages(self) -> None:
+        table = self._table.copy()
+        for slot, sequence in enumerate(self.scheduler.slots):
+            if sequence is not None:
+                owned = self.scheduler.pages.owned(sequence)
+                table[slot, : len(owned)] = owned
+        if not np.array_equal(table, self._table):
+            self._table = table
+            self._state = dataclasses.replace(self._state, page_table=jax.device_put(table))

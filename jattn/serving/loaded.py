@@ -1,0 +1,184 @@
+"""What a user may ask of a run, what comes back, and a model made ready for it."""
+
+import dataclasses
+import resource
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jattn.backends import policy_named
+from jattn.loaders.gguf_file import load_llama_arrays, read_metadata
+from jattn.loaders.models import locate
+from jattn.loaders.tokenizer import Tokenizer
+from jattn.models.config import ModelConfig
+from jattn.models.llama import Llama
+from jattn.models.load import build_llama
+from jattn.platforms import Platform, detect, platform_named
+from jattn.resolve import resolve
+from jattn.serving.request import Request
+from jattn.spec import KV_DTYPES
+
+DRAFTS = ("none", "ngram")
+DTYPES = ("float32", "bfloat16", "float16")
+Progress = Callable[[str, int, int], None]  # what, done, total
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to generate. None means: chosen for the model, the prompts and the platform.
+
+    Args:
+      model: path of a GGUF file, or a name of the model table. draft: "none" or "ngram". num_steps: drafts a round.
+      temperature ... seed: as in `Request`; request i uses seed + i. stop: texts that end the answer, cut from it.
+      chat: wrap each prompt in the model's chat template. max_context: tokens a request, prompt included.
+      num_pages: pages a layer. max_batch: requests that run together.
+    """
+
+    model: str = "smollm2-135m-instruct"
+    draft: str = "ngram"
+    num_steps: int = 7
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    chat: bool = False
+    policy: str | None = None
+    platform: str | None = None
+    page_size: int | None = None
+    max_context: int | None = None
+    num_pages: int | None = None
+    max_batch: int = 8
+    dtype: str | None = None
+    kv_dtype: str | None = None
+
+    def __post_init__(self):
+        if self.draft not in DRAFTS:
+            raise ValueError(f"draft {self.draft!r} is unknown: want one of {', '.join(DRAFTS)}")
+        if not 1 <= self.num_steps <= 63:
+            raise ValueError(
+                f"num_steps={self.num_steps}: want 1 to 63 drafts a round; --draft none turns drafting off"
+            )
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is unknown: want one of {', '.join(DTYPES)}")
+        if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_dtype {self.kv_dtype!r} is unknown: want one of {', '.join(KV_DTYPES)}")
+        if self.page_size is not None and not 1 <= self.page_size <= 256:
+            raise ValueError(f"page_size={self.page_size}: want 1 to 256")
+        for field in ("max_context", "num_pages", "max_batch"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ValueError(f"{field}={value}: want at least 1")
+        if any(not text for text in self.stop):
+            raise ValueError("a stop text is empty: give at least one character")
+        self.request([0])  # checks the sampling parameters before a model is loaded
+
+    def request(self, prompt_ids: Sequence[int], *, index: int = 0, stop_ids: tuple[int, ...] = ()) -> Request:
+        """The request of prompt `index`."""
+        return Request(
+            prompt_ids=prompt_ids,
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed + index,
+            stop_ids=stop_ids,
+        )
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Completion:
+    """The answer to one prompt."""
+
+    index: int
+    prompt_ids: list[int]
+    ids: list[int]  # new tokens; the one that stopped the text included
+    text: str  # without the stop token, cut before a stop text
+    finish_reason: str  # "stop" | "length"
+    new_tokens: int
+    tokens_per_s: float  # from the start of serving to this request's last token
+    draft: str
+    mean_accept: float  # tokens a target step, bonus included
+    compilations: int  # programs compiled for this run
+    compilations_while_serving: int  # of those, after warm-up: 0
+    peak_rss_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Text of one prompt that is final; `completion` is set on its last piece."""
+
+    index: int
+    text: str
+    completion: Completion | None = None
+
+
+def peak_rss_bytes() -> int:
+    """Most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A decoder with its tokenizer, ready to serve."""
+
+    model: Llama
+    config: ModelConfig
+    tokenizer: Tokenizer
+    metadata: Mapping
+    platform: Platform
+    page_size: int
+    weight_bytes: int
+    largest_bytes: int
+
+
+def load(options: Options, progress: Progress = lambda what, done, total: None) -> LoadedModel:
+    """Read a model and choose its kernels. Raises ValueError, one sentence, for a bad file, name or size."""
+    platform = platform_named(options.platform) if options.platform else detect()
+    rules = policy_named(options.policy or platform.default_policy)
+    page_size = options.page_size or _default_page_size(rules.page_sizes)
+    file = read_metadata(locate(options.model))
+    config = config_of(file.hparams)
+    dtype = options.dtype or ("float32" if platform.is_cpu else "bfloat16")
+    spec = config.attn_spec(options.kv_dtype)
+    choice = resolve(spec, rules.name, platform, page_size=page_size)
+    tokenizer = Tokenizer.from_metadata(file.metadata)
+    arrays = load_llama_arrays(file, on_tensor=lambda name, done, total: progress("tensors", done, total))
+    model = build_llama(config, spec, choice, arrays, dtype=jnp.dtype(dtype), weight_first=platform.is_cpu)
+    sizes = [leaf.nbytes for leaf in jax.tree.leaves(model)]
+    return LoadedModel(
+        model=model,
+        config=config,
+        tokenizer=tokenizer,
+        metadata=file.metadata,
+        platform=platform,
+        page_size=page_size,
+        weight_bytes=sum(sizes),
+        largest_bytes=max(sizes),
+    )
+
+
+def config_of(hparams) -> ModelConfig:
+    """Model hyperparameters from a file's."""
+    return ModelConfig(
+        num_layers=hparams.num_layers,
+        d_model=hparams.d_model,
+        num_q_heads=hparams.num_q_heads,
+        num_kv_heads=hparams.num_kv_heads,
+        head_dim=hparams.head_dim,
+        ffn_dim=hparams.ffn_dim,
+        vocab_size=hparams.vocab_size,
+        max_context=hparams.max_context,
+        rms_eps=hparams.rms_eps,
+        rope_theta=hparams.rope_theta,
+        tied_embeddings=hparams.tied_embeddings,
+    )
+
+
+def _default_page_size(legal: frozenset[int] | None) -> int:
+    return 16 if legal is None or 16 in legal else min(legal)
