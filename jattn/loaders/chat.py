@@ -34,7 +34,7 @@ def render_chat(metadata: Mapping[str, Any], messages: Sequence[Message], *, add
             eos_token=_token(metadata, "eos"),
         )
     except Exception as error:  # a template is a program: it may raise anything
-        what = f"{type(error).__name__}: {error}"
+        what = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelFileError(
             f"the file's chat template cannot render these messages ({what}); use a plain prompt"
         ) from None
@@ -57,13 +57,17 @@ def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
+def _to_json(value: Any, **kwargs: Any) -> str:
+    return json.dumps(value, **{"ensure_ascii": False, **kwargs})  # jinja2's own escapes for HTML
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    environment.filters["tojson"] = lambda value, **kwargs: json.dumps(value, ensure_ascii=False, **kwargs)  # no HTML
+    environment.filters["tojson"] = _to_json
     return environment
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,15 +24,15 @@ _CHUNK = 1 << 20  # values dequantised at once: 4 MiB of float32, and gguf's tem
 OnTensor = Callable[[str, int, int], None]  # (our name, tensors done, tensors in all)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GgufModel:
     """A model file whose header is read. It holds no open file and no tensor data."""
 
     path: Path
     arch: str
     hparams: HParams
-    metadata: Mapping[str, Any]  # every key of the file, as plain Python values
-    tensors: Mapping[str, TensorInfo]  # by the file's names
+    metadata: Mapping[str, Any] = dataclasses.field(repr=False)  # every key of the file, as plain Python values
+    tensors: Mapping[str, TensorInfo] = dataclasses.field(repr=False)  # by the file's names
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -91,9 +92,7 @@ def load_llama_arrays(
     Every tensor is checked before the first is read. `on_tensor` is called when a tensor is ready.
     Raises: ModelFileError naming the tensor that is missing, unexpected, of a wrong shape or an unsupported type.
     """
-    wanted = _wanted(model)
-    _check_tensors(model, wanted)
-    return _load(model, wanted, np.dtype(dtype), on_tensor)
+    return _load(model, _checked(model), np.dtype(dtype), on_tensor)
 
 
 def split_half(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -108,35 +107,42 @@ def split_half(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return weight.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def _wanted(model: GgufModel) -> list[tuple[str, str, TensorRow]]:
-    wanted = []
-    for row in ARCHES[model.arch].tensors:
+def _wanted(model: GgufModel) -> Iterator[tuple[str, str, TensorRow]]:
+    rows = ARCHES[model.arch].tensors
+    for row in rows:
         if not row.per_layer and not (row.untied and model.hparams.tied_embeddings):
-            wanted.append((row.ours, row.theirs, row))
+            yield row.ours, row.theirs, row
     for i in range(model.hparams.num_layers):
-        layer = (row for row in ARCHES[model.arch].tensors if row.per_layer)
-        wanted += [(row.ours.format(i=i), row.theirs.format(i=i), row) for row in layer]
-    return wanted
+        for row in rows:
+            if row.per_layer:
+                yield row.ours.format(i=i), row.theirs.format(i=i), row
 
 
-def _check_tensors(model: GgufModel, wanted: list[tuple[str, str, TensorRow]]) -> None:
-    for _, theirs, row in wanted:
-        want = tuple(getattr(model.hparams, dim) for dim in row.shape)
-        info = model.tensors.get(theirs)
-        if info is None:
-            raise ModelFileError(f"{model.path} lacks tensor {theirs!r}: want shape {want}; fetch or convert it again")
-        if info.shape != want:
-            raise ModelFileError(
-                f"{model.path}: tensor {theirs!r} has shape {info.shape}, but the metadata wants {want} "
-                f"({' x '.join(row.shape)}); convert the model again"
-            )
-        _check_type(model.path, info)
-    extra = sorted(model.tensors.keys() - {theirs for _, theirs, _ in wanted} - ARCHES[model.arch].ignored)
+def _checked(model: GgufModel) -> list[tuple[str, str, TensorRow]]:
+    wanted, extra = [], model.tensors.keys() - ARCHES[model.arch].ignored
+    for item in _wanted(model):  # lazily: a damaged layer count ends at the first tensor that is not there
+        _check_tensor(model, *item[1:])
+        wanted.append(item)
+        extra.discard(item[1])
     if extra:  # a bias or an adapter that is left out makes wrong text, not an error
         raise ModelFileError(
             f"{model.path}: {len(extra)} tensors are not part of architecture {model.arch!r} as known here: "
-            f"{', '.join(extra[:4])}{', ...' if len(extra) > 4 else ''}; this variant is not supported"
+            f"{', '.join(sorted(extra)[:4])}{', ...' if len(extra) > 4 else ''}; this variant is not supported"
         )
+    return wanted
+
+
+def _check_tensor(model: GgufModel, theirs: str, row: TensorRow) -> None:
+    want = tuple(getattr(model.hparams, dim) for dim in row.shape)
+    info = model.tensors.get(theirs)
+    if info is None:
+        raise ModelFileError(f"{model.path} lacks tensor {theirs!r}: want shape {want}; fetch or convert it again")
+    if info.shape != want:
+        raise ModelFileError(
+            f"{model.path}: tensor {theirs!r} has shape {info.shape}, but the metadata wants {want} "
+            f"({' x '.join(row.shape)}); convert the model again"
+        )
+    _check_type(model.path, info)
 
 
 def _load(model: GgufModel, wanted, dtype: np.dtype, on_tensor: OnTensor | None) -> Iterator[tuple[str, np.ndarray]]:
@@ -171,16 +177,18 @@ def _check_type(path: Path, info: TensorInfo) -> gguf.GGMLQuantizationType:
 
 def _read_tensor(path: Path, info: TensorInfo, dtype: np.dtype) -> np.ndarray:
     quant_type = _check_type(path, info)
-    rows = info.num_bytes // info.row_bytes if info.num_bytes else 0
+    rows = math.prod(info.shape[:-1])
     out = np.empty((rows, info.shape[-1]), dtype)
-    step = max(1, _CHUNK // max(info.shape[-1], 1))
-    with path.open("rb") as file:
-        file.seek(info.offset)
-        for start in range(0, rows, step):
-            packed = np.empty((min(step, rows - start), info.row_bytes), np.uint8)
-            if file.readinto(packed.data) != packed.nbytes:
-                raise ModelFileError(
-                    f"{path} was cut while tensor {info.name!r} was read: keep the file still; load again"
-                )
-            out[start : start + step] = gguf.dequantize(packed, quant_type)
+    try:
+        with path.open("rb") as file:
+            file.seek(info.offset)
+            for chunk in np.array_split(out, max(1, -(-out.size // _CHUNK))):
+                packed = np.empty((len(chunk), info.row_bytes), np.uint8)
+                if file.readinto(packed.data) != packed.nbytes:
+                    raise ModelFileError(f"{path} was cut while tensor {info.name!r} was read; fetch it again")
+                with np.errstate(all="ignore"):  # a scale may be infinite in the file: that is not for numpy to report
+                    values = gguf.dequantize(packed, quant_type)
+                chunk[...] = values
+    except OSError as error:
+        raise ModelFileError(f"{path} can no longer be read ({error.strerror}): keep the file in place") from None
     return out.reshape(info.shape)

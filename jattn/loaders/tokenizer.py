@@ -5,14 +5,19 @@ Decoding is done here, on bytes, because a stream must know which bytes are fina
 
 import codecs
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tokenizers
 from tokenizers import normalizers, pre_tokenizers
+from tokenizers.models import BPE
 
 from jattn.loaders.byte_level import join, token_bytes
 from jattn.loaders.errors import ModelFileError
+from jattn.loaders.stop import StopTexts
+from jattn.loaders.vocabulary import Vocabulary, read_vocabulary
+
+__all__ = ["PRE_TOKENIZERS", "PreTokenizerRow", "StopTexts", "StreamDecoder", "Tokenizer"]
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types of the format
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")  # where no key names the id
@@ -44,28 +49,39 @@ PRE_TOKENIZERS: dict[str, PreTokenizerRow] = {
 
 
 class Tokenizer:
-    """Text to ids and back.
+    """Text to ids and back. Build it with `from_metadata`.
 
     `eos_ids` are the ids that end an answer: the end token, and the end-of-turn token where it is another one.
     """
 
-    def __init__(self, metadata: Mapping[str, Any]):
+    def __init__(self, vocabulary: Vocabulary, row: PreTokenizerRow):
+        tokens, types = vocabulary.tokens, vocabulary.types
+        self.vocab_size = len(tokens)
+        self.special_ids = frozenset(i for i, kind in enumerate(types) if kind == _CONTROL)
+        self.bos_id, self.eos_id = vocabulary.bos_id, vocabulary.eos_id
+        self.add_bos = self.bos_id is not None and (row.add_bos if vocabulary.add_bos is None else vocabulary.add_bos)
+        by_text = (i for i in sorted(self.special_ids) if tokens[i] in _END_OF_TURN)
+        self.eos_ids = tuple(dict.fromkeys((*vocabulary.end_ids, *by_text)))
+        self._bytes = [
+            token.encode() if kind in (_CONTROL, _USER_DEFINED) else token_bytes(token)
+            for token, kind in zip(tokens, types, strict=True)
+        ]
+        self._bpe = _build(vocabulary, row)
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
         """Build from the metadata of a GGUF file (`GgufModel.metadata`).
 
         Raises: ModelFileError if the file has no byte-level BPE vocabulary, or its pre-tokenizer is not in the table.
         """
-        tokens, types = _vocabulary(metadata)
-        row = _pre_tokenizer_row(metadata)
-        self.vocab_size = len(tokens)
-        self.special_ids = frozenset(i for i, kind in enumerate(types) if kind == _CONTROL)
-        self.bos_id = _special_id(metadata, "bos", self.vocab_size)
-        self.eos_id = _special_id(metadata, "eos", self.vocab_size)
-        self.add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", row.add_bos)) and self.bos_id is not None
-        self.eos_ids = _eos_ids(metadata, tokens, self.special_ids, self.eos_id)
-        self._tokens = tokens
-        whole = {i for i, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)}
-        self._bytes = [token.encode() if i in whole else token_bytes(token) for i, token in enumerate(tokens)]
-        self._bpe = _build(row, tokens, types, metadata["tokenizer.ggml.merges"])
+        name = metadata.get("tokenizer.ggml.pre")
+        vocabulary = read_vocabulary(metadata)
+        if name not in PRE_TOKENIZERS:
+            raise ModelFileError(
+                f"tokenizer.ggml.pre is {name!r}: want one of {', '.join(sorted(PRE_TOKENIZERS))}; words cut another "
+                "way would make other ids, so pass token ids"
+            )
+        return cls(vocabulary, PRE_TOKENIZERS[name])
 
     def encode(self, text: str, *, add_bos: bool | None = None) -> list[int]:
         """Ids of `text`. The names of special tokens inside it, such as <|im_end|>, become those tokens.
@@ -94,12 +110,6 @@ class Tokenizer:
             if not (skip_special and i in self.special_ids):
                 yield self._bytes[i]
 
-    def token(self, token_id: int) -> str:
-        """The vocabulary entry as the file writes it. Raises ValueError for an id outside the vocabulary."""
-        if not 0 <= token_id < self.vocab_size:
-            raise ValueError(f"token id {token_id} is outside the vocabulary: want 0 to {self.vocab_size - 1}")
-        return self._tokens[token_id]
-
 
 class StreamDecoder:
     """Decode ids as they come. The pushes and the flush, joined, equal `decode` of all ids."""
@@ -117,62 +127,26 @@ class StreamDecoder:
         return self._decoder.decode(b"", final=True)
 
 
-def _vocabulary(metadata: Mapping[str, Any]) -> tuple[list[str], Sequence[int]]:
-    kind = metadata.get("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise ModelFileError(f"tokenizer.ggml.model is {kind!r}: only 'gpt2' (byte-level BPE) is read; pass token ids")
-    for key in ("tokens", "merges"):
-        if not isinstance(metadata.get(f"tokenizer.ggml.{key}"), list):
-            raise ModelFileError(f"the file has no list tokenizer.ggml.{key}: want a full vocabulary; pass token ids")
-    tokens = metadata["tokenizer.ggml.tokens"]
-    types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    if len(types) != len(tokens):
-        raise ModelFileError(
-            f"{len(types)} token types for {len(tokens)} tokens: want one each; convert the file again"
-        )
-    return tokens, types
-
-
-def _pre_tokenizer_row(metadata: Mapping[str, Any]) -> PreTokenizerRow:
-    name = metadata.get("tokenizer.ggml.pre")
-    if name not in PRE_TOKENIZERS:
-        raise ModelFileError(
-            f"tokenizer.ggml.pre is {name!r}: want one of {', '.join(sorted(PRE_TOKENIZERS))}; another cut into words "
-            "would make other ids"
-        )
-    return PRE_TOKENIZERS[name]
-
-
-def _special_id(metadata: Mapping[str, Any], name: str, vocab_size: int) -> int | None:
-    value = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    if value is not None and not 0 <= value < vocab_size:
-        raise ModelFileError(f"tokenizer.ggml.{name}_token_id is {value}: want 0 to {vocab_size - 1}")
-    return value
-
-
-def _eos_ids(metadata: Mapping[str, Any], tokens, special_ids: frozenset[int], eos_id: int | None) -> tuple[int, ...]:
-    named = [eos_id, *(_special_id(metadata, name, len(tokens)) for name in ("eot", "eom"))]
-    by_text = [i for i in sorted(special_ids) if tokens[i] in _END_OF_TURN]
-    return tuple(dict.fromkeys(i for i in [*named, *by_text] if i is not None))
-
-
-def _build(row: PreTokenizerRow, tokens: list[str], types: Sequence[int], merges: list[str]) -> tokenizers.Tokenizer:
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+def _build(vocabulary: Vocabulary, row: PreTokenizerRow) -> tokenizers.Tokenizer:
+    vocab = {token: i for i, token in enumerate(vocabulary.tokens)}
     try:
-        vocab = {token: i for i, token in enumerate(tokens)}
-        bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, pairs, ignore_merges=row.ignore_merges))
-    except Exception as error:  # the package raises bare Exception for a merge that is not in the vocabulary
+        bpe = tokenizers.Tokenizer(BPE(vocab, list(vocabulary.merges), ignore_merges=row.ignore_merges))
+    except Exception as error:  # the package raises a bare Exception for a merge that is not in the vocabulary
         raise ModelFileError(f"the merges do not fit the vocabulary ({error}); convert the file again") from None
     if row.nfc:
         bpe.normalizer = normalizers.NFC()
     if row.words is None:
-        cut = [pre_tokenizers.Digits(individual_digits=True)]
+        cut = pre_tokenizers.Digits(individual_digits=True)
     else:
-        cut = [pre_tokenizers.Split(tokenizers.Regex(row.words), behavior="isolated")]
+        cut = pre_tokenizers.Split(tokenizers.Regex(row.words), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=row.words is None)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([*cut, byte_level])
-    for kind in (_CONTROL, _USER_DEFINED):
-        names = [token for token, its_kind in zip(tokens, types, strict=True) if its_kind == kind]
-        special = [tokenizers.AddedToken(name, special=kind == _CONTROL, normalized=False) for name in names]
-        bpe.add_special_tokens(special) if kind == _CONTROL else bpe.add_tokens(special)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([cut, byte_level])
+    added = zip(vocabulary.tokens, vocabulary.types, strict=True)
+    bpe.add_tokens(
+        [
+            tokenizers.AddedToken(token, special=kind == _CONTROL, normalized=False)
+            for token, kind in added
+            if kind in (_CONTROL, _USER_DEFINED) and token
+        ]
+    )
     return bpe
