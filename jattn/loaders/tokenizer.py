@@ -86,15 +86,16 @@ class Tokenizer:
     def encode(self, text: str, *, add_bos: bool | None = None) -> list[int]:
         """Ids of `text`. The names of special tokens inside it, such as <|im_end|>, become those tokens.
 
+        A byte that the vocabulary lacks is dropped, as other engines do; SmolLM2 lacks six control characters.
         Args: add_bos: None does as the file says, and never doubles a begin token that the text already has.
-        Raises: ValueError if `text` holds lone surrogates, which no UTF-8 text has.
+        Raises: ValueError if `text` holds lone surrogates, which no UTF-8 text has, or no begin token can be added.
         """
         try:
             ids = self._bpe.encode(text, add_special_tokens=False).ids
-        except (UnicodeEncodeError, TypeError):
-            raise ValueError(f"text is no valid Unicode: {text[:40]!r}; want a str without lone surrogates") from None
+        except TypeError:
+            raise ValueError(f"text is {text!r:.60}: want a str without lone surrogates") from None
         if add_bos and self.bos_id is None:
-            raise ValueError("add_bos=True, but the file names no begin token; want add_bos=None or False")
+            raise ValueError("add_bos=True, but the file names no begin token: want add_bos=None or False")
         add = add_bos or (add_bos is None and self.add_bos and ids[:1] != [self.bos_id])
         return [self.bos_id, *ids] if add and self.bos_id is not None else ids
 
