@@ -21,6 +21,10 @@ def render_chat(metadata: Mapping[str, Any], messages: Sequence[Message], *, add
 
     Args: add_generation_prompt: end with the opening of the assistant's turn.
     Raises: ModelFileError if there is no template, or it cannot be rendered; ValueError for malformed messages.
+
+    >>> template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    >>> render_chat({"tokenizer.chat_template": template}, [{"role": "user", "content": "Hi"}])
+    '<user>Hi'
     """
     template = metadata.get("tokenizer.chat_template")
     if template is None:

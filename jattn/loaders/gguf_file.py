@@ -56,6 +56,10 @@ def read_metadata(path: str | os.PathLike[str]) -> GgufModel:
     """Read the header of a GGUF file of a known architecture.
 
     Raises: ModelFileError for anything else: no file, no GGUF, cut short, split, or an architecture not in `ARCHES`.
+
+    >>> read_metadata("nothing.gguf")
+    Traceback (most recent call last):
+    jattn.loaders.errors.ModelFileError: nothing.gguf does not exist: want a GGUF file or a known model name
     """
     path = Path(path)
     header = read_header(path)

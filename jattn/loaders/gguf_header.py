@@ -1,7 +1,7 @@
 """Read the header of a GGUF file: metadata as plain Python values, tensors as records of where their bytes lie.
 
 Enumerations and block sizes come from the `gguf` package. Its `GGUFReader` is the oracle in the tests and not used
-here: it makes an array object per string (2.3 s and 160 MB for a vocabulary of 49152, against 0.1 s and 15 MB), and a
+here: it makes an array object per string (2.3 s and 160 MB for a vocabulary of 49152, against 0.1 s and 7 MB), and a
 slice past the end of a cut file comes back short without an error.
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """

@@ -34,6 +34,9 @@ def locate(name_or_path: str | os.PathLike[str]) -> Path:
     """The file of a model in the table, or the path itself if it ends in .gguf, has a folder in it, or exists.
 
     Raises: ModelFileError for a name that is neither, or whose package is not installed.
+
+    >>> locate("weights/model.gguf").name
+    'model.gguf'
     """
     name = os.fspath(name_or_path)
     row = MODELS.get(name)
