@@ -43,8 +43,7 @@ def write_kv(
     rows = jnp.where((slots >= 0) & (slots < capacity), rows, total)  # past the end: dropped
 
     def put(pages, values):
-        flat = pages.reshape(total, *pages.shape[2:])
-        return flat.at[rows].set(values, mode="drop").reshape(pages.shape)
+        return jax.lax.platform_dependent(pages, values, rows, cpu=_put_rows, default=_scatter_rows)
 
     if k_scales is None:
         return put(k_pages, _stored(k, k_scale, k_pages.dtype)), put(v_pages, _stored(v, v_scale, v_pages.dtype))
@@ -55,6 +54,31 @@ def write_kv(
         put(k_scales, k_row),
         put(v_scales, v_row),
     )
+
+
+def _scatter_rows(pages, values, rows):
+    flat = pages.reshape(-1, *pages.shape[2:])
+    return flat.at[rows].set(values, mode="drop").reshape(pages.shape)
+
+
+def _put_rows(pages, values, rows):
+    """The same, a row at a time: XLA:CPU copies the whole pool around a scatter that has readers.
+
+    Measured in a 30-layer step of one row, 47 MB of pages, two AVX-512 cores: scatter 332 ms and six copies of the pool
+    a layer, this 25 ms and none.
+    """
+    page_size, total = pages.shape[1], pages.shape[0] * pages.shape[1]
+    zeros = (0,) * (pages.ndim - 2)
+    safe = jnp.clip(rows, 0, total - 1)
+
+    def put(i, pages):
+        start = (safe[i] // page_size, safe[i] % page_size, *zeros)
+        old = jax.lax.dynamic_slice(pages, start, (1, 1, *pages.shape[2:]))
+        new = jnp.where(rows[i] < total, values[i].reshape(old.shape), old)
+        # apart, or the read of `old` is fused into the update and costs a copy of the pool
+        return jax.lax.dynamic_update_slice(pages, jax.lax.optimization_barrier(new), start)
+
+    return put(0, pages) if rows.shape[0] == 1 else jax.lax.fori_loop(0, rows.shape[0], put, pages)
 
 
 def _largest(dtype) -> float:
