@@ -41,7 +41,7 @@ class Engine:
         `choice`; its parameters are read, never changed.
       num_layers, num_pages, page_size: of the cache. num_slots: requests that run together. max_context: tokens a
         request may have. num_steps: drafts a request and round, 0 for none. kv_dtype: storage when the spec names none.
-      on_program: hears the name of each program when it is compiled.
+      on_program: hears (done, total) as each program is compiled.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Engine:
         num_steps: int,
         kind: str,
         kv_dtype=None,
-        prefill_rows: tuple[int, ...] = (32, 256),
+        prefill_rows: tuple[int, ...] = (128,),
         max_stops: int = 8,
-        on_program: Callable[[str], None] = lambda name: None,
+        on_program: Callable[[int, int], None] = lambda done, total: None,
     ):
         self.config = ProgramConfig(
             num_seqs=num_slots,

@@ -1,5 +1,6 @@
 """The compiled programs of an engine: lowered and compiled before the first token, so that serving never compiles."""
 
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -46,50 +47,44 @@ def compile_programs(
     params: nnx.State,
     state: DecodeState,
     config: ProgramConfig,
-    on_program: Callable[[str], None],
+    on_program: Callable[[int, int], None],
 ) -> Programs:
-    """Compile every program an engine will run. `on_program` hears the name of each when it is done."""
+    """Compile every program an engine will run, side by side. `on_program` hears (done, total) as each is ready."""
+    lowered = {name: lower() for name, lower in _lowerings(graphdef, params, state, config).items()}
+    ready: dict[str, Callable] = {}
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # XLA compiles outside Python's lock
+        waiting = {pool.submit(low.compile): name for name, low in lowered.items()}
+        for done, future in enumerate(concurrent.futures.as_completed(waiting), start=1):
+            ready[waiting[future]] = future.result()
+            on_program(done, len(waiting))
+    return Programs(
+        round=ready["round"],
+        prefill={rows: ready[f"prefill of {rows}"] for rows in config.prefill_rows},
+        admit=ready["admit"],
+        release=ready["release"],
+    )
 
-    def build(name: str, function: Callable, *args, donate: int) -> Callable:
-        compiled = jax.jit(function, donate_argnums=donate).lower(*args).compile()
-        on_program(name)
-        return compiled
+
+def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Callable]:
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    scalar = ints(())
+
+    def lower(function: Callable, *args, donate: int) -> Callable:
+        return lambda: jax.jit(function, donate_argnums=donate).lower(*args)
 
     def with_model(function, params, *args):
         return function(nnx.merge(graphdef, params), *args)
 
-    scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     step = functools.partial(decode_round, num_steps=config.num_steps, shapes=config.shapes)
-    return Programs(
-        round=build("round", functools.partial(with_model, step), params, state, donate=1),
-        prefill={
-            rows: build(
-                f"prefill of {rows}",
-                functools.partial(with_model, functools.partial(extend, rows=rows, report_width=config.num_steps + 1)),
-                params,
-                state,
-                ints((config.num_seqs,)),
-                donate=1,
-            )
-            for rows in config.prefill_rows
-        },
-        admit=build(
-            "admit",
-            admit,
-            state,
-            scalar,
-            ints((config.max_context,)),
-            ints((2,)),
-            ints((config.max_stops,)),
-            jax.ShapeDtypeStruct((4,), jnp.float32),
-            jax.ShapeDtypeStruct((), jnp.uint32),
-            donate=0,
-        ),
-        release=build("release", release, state, scalar, donate=0),
-    )
-
-
-def program_names(config: ProgramConfig) -> list[str]:
-    """What `compile_programs` will report, in order."""
-    return ["round", *(f"prefill of {rows}" for rows in config.prefill_rows), "admit", "release"]
+    table = {"round": lower(functools.partial(with_model, step), params, state, donate=1)}
+    for rows in config.prefill_rows:
+        chunk = functools.partial(extend, rows=rows, report_width=config.num_steps + 1)
+        table[f"prefill of {rows}"] = lower(
+            functools.partial(with_model, chunk), params, state, ints((config.num_seqs,)), donate=1
+        )
+    floats = jax.ShapeDtypeStruct((4,), jnp.float32)
+    seed = jax.ShapeDtypeStruct((), jnp.uint32)
+    row = (ints((config.max_context,)), ints((2,)), ints((config.max_stops,)))
+    table["admit"] = lower(admit, state, scalar, *row, floats, seed, donate=0)
+    table["release"] = lower(release, state, scalar, donate=0)
+    return table

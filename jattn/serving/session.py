@@ -35,7 +35,6 @@ class Session:
         num_slots = min(len(self.prompt_ids), options.max_batch)
         pages_each = -(-max_context // loaded.page_size)
         num_steps = 0 if options.draft == "none" else options.num_steps
-        names: list[str] = []
         with counting() as count:
             self.engine = Engine(
                 loaded.model,
@@ -47,7 +46,7 @@ class Session:
                 num_steps=num_steps,
                 kind=loaded.platform.kind,
                 kv_dtype=KV_DTYPES[options.kv_dtype] if options.kv_dtype else loaded.model.embed.dtype,
-                on_program=lambda name: (names.append(name), progress("programs", len(names), len(names) + 1)),
+                on_program=lambda done, total: progress("programs", done, total),
             )
         self.compilations = count.value
         stop_ids = () if options.ignore_eos else tuple(loaded.tokenizer.eos_ids)
