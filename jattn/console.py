@@ -12,7 +12,7 @@ from jattn.platforms import Evidence, Platform
 
 
 class Console:
-    """A progress bar on standard error while a model is read and compiled; silent when asked, or when not a terminal."""
+    """A progress bar on standard error while a model is read and compiled; silent when asked, or without a terminal."""
 
     def __init__(self, *, quiet: bool = False):
         console = rich.console.Console(stderr=True)

@@ -24,7 +24,7 @@ class Batch:
     def __post_init__(self):
         if len(self.prefix_lens) != len(self.q_lens):
             raise ValueError(
-                f"{len(self.prefix_lens)} prefix lengths but {len(self.q_lens)} query lengths: want one of each a request"
+                f"{len(self.prefix_lens)} prefix lengths but {len(self.q_lens)} query lengths: want a pair a request"
             )
 
 

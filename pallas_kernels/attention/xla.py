@@ -165,6 +165,9 @@ def ragged_attention(
     """
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(f"k.shape={k.shape} but v.shape={v.shape}: want the same tokens and heads")
+    if k.shape[0] == 0:  # no keys at all: one row that nobody sees, so that there is something to gather
+        k, v = (jnp.zeros((1, *x.shape[1:]), x.dtype) for x in (k, v))
+        k_scale, v_scale = (x if x is None or x.ndim == 0 else jnp.ones((1, x.shape[1])) for x in (k_scale, v_scale))
     config = config or heuristic(max_q_len=max_q_len)
     block = config.block_kv
 
