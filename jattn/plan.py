@@ -64,7 +64,7 @@ def rows_of(cu_q_lens: jax.Array, num_tokens: int) -> tuple[jax.Array, jax.Array
     """
     rows = jnp.arange(num_tokens, dtype=jnp.int32)
     num_seqs = cu_q_lens.shape[0] - 1
-    seq = jnp.searchsorted(cu_q_lens, rows, side="right").astype(jnp.int32) - 1
+    seq = jnp.sum(cu_q_lens[None, 1:] <= rows[:, None], axis=1, dtype=jnp.int32)  # no search loop for a few requests
     valid = rows < cu_q_lens[-1]
     seq = jnp.clip(seq, 0, max(num_seqs - 1, 0))  # padding rows borrow a request; `valid` says so
     return seq, rows - cu_q_lens[seq], valid

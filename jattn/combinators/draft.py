@@ -1,6 +1,7 @@
 """Drafting as a scan: a step function over one carried record. Any drafter is a step."""
 
 from collections.abc import Callable
+
 import jax
 
 

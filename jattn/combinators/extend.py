@@ -10,15 +10,16 @@ from jattn.combinators.accept import append, finish
 from jattn.combinators.state import DecodeState, RoundReport, Status
 from jattn.modes import ForwardMode
 from jattn.plan import make_plan, rows_of
-from jattn.sampling import sample
+from jattn.sampling import next_tokens
 
 
 def extend(
-    model: nnx.Module, state: DecodeState, q_lens: jax.Array, *, rows: int, report_width: int
+    model: nnx.Module, state: DecodeState, q_lens: jax.Array, *, rows: int, report_width: int, sampled: bool = True
 ) -> tuple[DecodeState, RoundReport]:
     """Compute the next `q_lens` prompt tokens of each slot, packed; a slot whose prompt ends gets its first token.
 
     Args: q_lens: i32[seqs], 0 for a slot that is not prefilling; their sum is at most `rows`.
+      sampled: False when every request is greedy.
     Returns: the state, and a report with at most one token a slot.
     """
     lens = jnp.where(q_lens > 0, state.seq_lens + q_lens, 0)
@@ -35,7 +36,7 @@ def extend(
     ids = jnp.where(valid, state.tokens[seq, plan.positions], 0)
     hidden, cache = model(ids, state.cache, plan)
     last = jnp.clip(plan.cu_q_lens[1:] - 1, 0, rows - 1)
-    first = sample(model.logits(hidden[last]), state.sampling, lens)[:, None]
+    first = next_tokens(model.logits(hidden[last]), state.sampling, lens, sampled=sampled)[:, None]
     ends = (q_lens > 0) & (lens == state.prompt_lens)
     counts, status = finish(first, ends.astype(jnp.int32), state.prompt_lens, state.limits, state.stop_ids)
     status = jnp.where(ends, status, state.status)

@@ -16,17 +16,18 @@ from jattn.combinators.verify import verify
 
 
 def decode_round(
-    model: nnx.Module, state: DecodeState, *, num_steps: int, shapes: tuple[Variant, ...]
+    model: nnx.Module, state: DecodeState, *, num_steps: int, shapes: tuple[Variant, ...], sampled: bool = True
 ) -> tuple[DecodeState, RoundReport]:
     """Advance every decoding slot by one token or more; the tokens equal plain decoding's.
 
     Args: num_steps: most drafts a request; 0 decodes plainly. shapes: static programs of the target step, from
       `variants`. When no draft is worth its cost the round runs a plain decode shape, and nothing when nobody decodes.
+      sampled: False when every request is greedy, which leaves random sampling out of the program.
     """
     active = state.decoding
     num_known = state.seq_lens + 1
     drafts, match_len, take, index = _propose(state, active, num_known, num_steps, shapes)
-    branches = [functools.partial(_run, model, rows=v.rows, max_q_len=v.max_q_len) for v in shapes]
+    branches = [functools.partial(_run, model, rows=v.rows, max_q_len=v.max_q_len, sampled=sampled) for v in shapes]
     cache, targets = jax.lax.switch(index, [*branches, _idle], state, drafts, take)
     accepted = accepted_lens(drafts, take, targets)
     counts, status = finish(targets, jnp.where(active, accepted + 1, 0), num_known, state.limits, state.stop_ids)
@@ -63,8 +64,8 @@ def _propose(state: DecodeState, active, num_known, num_steps: int, shapes):
     return drafts, match_len, take, index
 
 
-def _run(model, state, drafts, take, *, rows, max_q_len):
-    return verify(model, state, drafts, take, rows=rows, max_q_len=max_q_len)
+def _run(model, state, drafts, take, **static):
+    return verify(model, state, drafts, take, **static)
 
 
 def _idle(state, drafts, take):

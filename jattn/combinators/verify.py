@@ -8,15 +8,23 @@ from jattn.cache import PagedKV
 from jattn.combinators.state import DecodeState
 from jattn.modes import ForwardMode
 from jattn.plan import make_plan, rows_of
-from jattn.sampling import sample
+from jattn.sampling import next_tokens
 
 
 def verify(
-    model: nnx.Module, state: DecodeState, drafts: jax.Array, take: jax.Array, *, rows: int, max_q_len: int
+    model: nnx.Module,
+    state: DecodeState,
+    drafts: jax.Array,
+    take: jax.Array,
+    *,
+    rows: int,
+    max_q_len: int,
+    sampled: bool = True,
 ) -> tuple[PagedKV, jax.Array]:
     """Run the target over packed rows: for each decoding request its newest token, then `take` drafts.
 
     Args: drafts: i32[seqs, steps]. take: i32[seqs], at most max_q_len - 1. rows, max_q_len: static shape.
+      sampled: False when every request is greedy.
     Returns: the cache with these rows written, and i32[seqs, max(steps, 1) + 1]: the target's token after each row.
     """
     q_lens = jnp.where(state.decoding, 1 + take, 0)
@@ -29,6 +37,6 @@ def verify(
     known = jnp.concatenate([state.newest[:, None], drafts], axis=1)
     ids = known[seq, jnp.clip(idx, 0, drafts.shape[1])]
     hidden, cache = model(ids, state.cache, plan)
-    tokens = sample(model.logits(hidden), state.sampling.at(seq), plan.positions + 1)
+    tokens = next_tokens(model.logits(hidden), state.sampling.at(seq), plan.positions + 1, sampled=sampled)
     columns = jnp.arange(drafts.shape[1] + 1, dtype=jnp.int32)[None, :]
     return cache, tokens[jnp.clip(plan.cu_q_lens[:-1, None] + columns, 0, rows - 1)]

@@ -41,6 +41,7 @@ class Engine:
         `choice`; its parameters are read, never changed.
       num_layers, num_pages, page_size: of the cache. num_slots: requests that run together. max_context: tokens a
         request may have. num_steps: drafts a request and round, 0 for none. kv_dtype: storage when the spec names none.
+      sampled: False builds programs for greedy requests only, which compile faster.
       on_program: hears (done, total) as each program is compiled.
     """
 
@@ -56,6 +57,7 @@ class Engine:
         num_steps: int,
         kind: str,
         kv_dtype=None,
+        sampled: bool = True,
         prefill_rows: tuple[int, ...] = (128,),
         max_stops: int = 8,
         on_program: Callable[[int, int], None] = lambda done, total: None,
@@ -67,6 +69,7 @@ class Engine:
             max_stops=max_stops,
             prefill_rows=tuple(sorted(prefill_rows)),
             kind=kind,
+            sampled=sampled,
         )
         graphdef, self._params = nnx.split(model)
         cache = PagedKV.create(
@@ -92,6 +95,8 @@ class Engine:
         """Queue a request; ValueError if it cannot fit even alone, or has too many stop tokens."""
         if len(request.stop_ids) > self.config.max_stops:
             raise ValueError(f"{len(request.stop_ids)} stop tokens: this engine was built for {self.config.max_stops}")
+        if request.temperature > 0 and not self.config.sampled:
+            raise ValueError(f"temperature={request.temperature}: this engine was built with sampled=False")
         return self.scheduler.submit(request)
 
     def cancel(self, sequence: Sequence, reason: str = "stop") -> None:

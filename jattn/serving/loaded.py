@@ -37,7 +37,7 @@ class Options:
 
     model: str = "smollm2-135m-instruct"
     draft: str = "ngram"
-    num_steps: int = 7
+    num_steps: int = 15
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0

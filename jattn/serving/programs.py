@@ -1,6 +1,5 @@
 """The compiled programs of an engine: lowered and compiled before the first token, so that serving never compiles."""
 
-import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -25,6 +24,7 @@ class ProgramConfig:
     max_stops: int
     prefill_rows: tuple[int, ...]  # chunk sizes, ascending
     kind: str  # of the platform, for the cost table
+    sampled: bool  # False leaves random sampling out of the programs
 
     @property
     def shapes(self) -> tuple[Variant, ...]:
@@ -49,14 +49,12 @@ def compile_programs(
     config: ProgramConfig,
     on_program: Callable[[int, int], None],
 ) -> Programs:
-    """Compile every program an engine will run, side by side. `on_program` hears (done, total) as each is ready."""
-    lowered = {name: lower() for name, lower in _lowerings(graphdef, params, state, config).items()}
+    """Compile every program an engine will run. `on_program` hears (done, total) as each is ready."""
+    table = _lowerings(graphdef, params, state, config)
     ready: dict[str, Callable] = {}
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # XLA compiles outside Python's lock
-        waiting = {pool.submit(low.compile): name for name, low in lowered.items()}
-        for done, future in enumerate(concurrent.futures.as_completed(waiting), start=1):
-            ready[waiting[future]] = future.result()
-            on_program(done, len(waiting))
+    for name, lower in table.items():  # one after another: side by side XLA would hold the memory of all at once
+        ready[name] = lower().compile()
+        on_program(len(ready), len(table))
     return Programs(
         round=ready["round"],
         prefill={rows: ready[f"prefill of {rows}"] for rows in config.prefill_rows},
@@ -75,10 +73,10 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
     def with_model(function, params, *args):
         return function(nnx.merge(graphdef, params), *args)
 
-    step = functools.partial(decode_round, num_steps=config.num_steps, shapes=config.shapes)
+    step = functools.partial(decode_round, num_steps=config.num_steps, shapes=config.shapes, sampled=config.sampled)
     table = {"round": lower(functools.partial(with_model, step), params, state, donate=1)}
     for rows in config.prefill_rows:
-        chunk = functools.partial(extend, rows=rows, report_width=config.num_steps + 1)
+        chunk = functools.partial(extend, rows=rows, report_width=config.num_steps + 1, sampled=config.sampled)
         table[f"prefill of {rows}"] = lower(
             functools.partial(with_model, chunk), params, state, ints((config.num_seqs,)), donate=1
         )

@@ -45,6 +45,7 @@ class Session:
                 max_context=max_context,
                 num_steps=num_steps,
                 kind=loaded.platform.kind,
+                sampled=options.temperature > 0,
                 kv_dtype=KV_DTYPES[options.kv_dtype] if options.kv_dtype else loaded.model.embed.dtype,
                 on_program=lambda done, total: progress("programs", done, total),
             )
