@@ -57,10 +57,16 @@ def token_probs(logits: jax.Array, params: SamplingParams, vocab_size: int | Non
     """
     logits = _within(logits, vocab_size)
     one_hot = jax.nn.one_hot(greedy(logits), logits.shape[-1], dtype=jnp.float32)
-    is_greedy = (params.temperature <= 0) | (params.top_k == 1)
+    is_greedy = _is_greedy(params)
+    # the maximum moves to 0 first, so that a tiny temperature sends the others to -inf and nothing to inf - inf
+    logits = logits - jnp.max(logits, axis=-1, keepdims=True)
     probs = jax.nn.softmax(logits / jnp.where(is_greedy, 1.0, params.temperature)[:, None], axis=-1)
-    filtered = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
-    probs = jax.lax.cond(jnp.any(filtered & ~is_greedy), _filter, lambda p, _: p, probs, params)
+    filtered = ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)) & ~is_greedy
+
+    def filter_some(probs):  # the others keep their bits, so that no row depends on its neighbours
+        return jnp.where(filtered[:, None], _filter(probs, params), probs)
+
+    probs = jax.lax.cond(jnp.any(filtered), filter_some, lambda probs: probs, probs)
     return jnp.where(is_greedy[:, None], one_hot, probs)
 
 
@@ -69,14 +75,31 @@ def sample(logits: jax.Array, params: SamplingParams, positions: jax.Array, voca
 
     def draw(logits):
         probs = token_probs(logits, params, vocab_size)
-        cdf = jnp.cumsum(probs, axis=-1)
-        coins = jax.vmap(_coin)(params.seed, positions)
-        ids = jnp.sum(cdf <= (coins * cdf[:, -1])[:, None], axis=-1).astype(jnp.int32)
-        # rounding may leave the coin past the last token with mass: take that token, never one without
-        last = probs.shape[-1] - 1 - jnp.argmax(probs[:, ::-1] > 0, axis=-1).astype(jnp.int32)
-        return jnp.where(params.temperature <= 0, greedy(logits, vocab_size), jnp.minimum(ids, last))
+        return _pick(probs, jax.vmap(_coin)(params.seed, positions))
 
-    return jax.lax.cond(jnp.any(params.temperature > 0), draw, lambda x: greedy(x, vocab_size), logits)
+    return jax.lax.cond(jnp.all(_is_greedy(params)), lambda x: greedy(x, vocab_size), draw, logits)
+
+
+def _is_greedy(params: SamplingParams) -> jax.Array:
+    # a subnormal temperature divides as 0 where they are flushed
+    return (params.temperature < jnp.finfo(jnp.float32).tiny) | (params.top_k == 1)
+
+
+def _pick(probs: jax.Array, coins: jax.Array) -> jax.Array:
+    """First token whose cumulative mass passes `coins`, f32[rows] in [0, 1), of the total. i32[rows].
+
+    A float32 prefix sum may rise or dip by an ulp over tokens without mass, so those are passed over by name.
+    """
+    cdf = jnp.cumsum(probs, axis=-1)
+    ids = jnp.arange(probs.shape[-1], dtype=jnp.int32)[None, :]
+    has_mass = probs > 0
+    last = jnp.max(jnp.where(has_mass, ids, 0), axis=-1, keepdims=True)  # rounding may leave the coin past it
+    return jnp.min(jnp.where(has_mass & (cdf > coins[:, None] * cdf[:, -1:]), ids, last), axis=-1)
+
+
+def next_tokens(logits: jax.Array, params: SamplingParams, positions: jax.Array, *, sampled: bool) -> jax.Array:
+    """`sample`, or `greedy` alone where it is known while tracing that no request is random."""
+    return sample(logits, params, positions) if sampled else greedy(logits)
 
 
 def _coin(seed: jax.Array, position: jax.Array) -> jax.Array:
