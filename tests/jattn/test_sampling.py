@@ -135,6 +135,11 @@ def test_top_p_is_reached_exactly_among_eight_equal_tokens(top_p, kept):
     np.testing.assert_array_equal(got > 0, np.arange(8) < kept)
 
 
+def test_min_p_of_one_keeps_every_largest_token():
+    got = np.asarray(token_probs(jnp.array([[1.0, 2, 2, 0, 2, 1, 0, 2]]), params(1, min_p=1.0)))[0]
+    np.testing.assert_array_equal(got, [0, 0.25, 0.25, 0, 0.25, 0, 0, 0.25])
+
+
 def test_top_k_of_a_large_vocabulary_keeps_the_largest():
     logits = cases.draw(5, 2, 49152, amp=8)
     got = np.asarray(token_probs(jnp.asarray(logits), params(2, top_k=[40, 1000])))
@@ -163,7 +168,7 @@ def test_columns_past_the_vocabulary_have_no_mass_however_large():
     assert np.asarray(sample(jnp.asarray(logits), knobs, jnp.arange(48, dtype=jnp.int32), 20)).max() < 20
 
 
-@pytest.mark.parametrize("temperature", [1e-40, 1e-30, 1e-6, 1e4, 3e38])
+@pytest.mark.parametrize("temperature", [1e-40, 2e-38, 1e-6, 1e4, 3e38])
 def test_any_finite_temperature_gives_a_distribution(temperature):
     logits = jnp.array([[1e4, -1e4, 9e3, 1.0], [-3.0, 2.0, 2.5, 2.0]])
     probs = np.asarray(token_probs(logits, params(2, temperature=temperature)))
@@ -184,7 +189,9 @@ def test_a_token_depends_on_its_own_row_seed_and_position_alone():
     got = sample(jnp.asarray(logits[order]), params(48, **permuted, seed=seeds[order]), jnp.asarray(positions[order]))
     np.testing.assert_array_equal(np.asarray(got), want[order])
     probs = np.asarray(token_probs(jnp.asarray(logits), params(48, **knobs)))
-    for row in (0, 1, 2):  # greedy, unfiltered, filtered: alone, and the same bits of its distribution
+    plain = np.asarray(token_probs(jnp.asarray(logits), params(48, temperature=knobs["temperature"])))
+    np.testing.assert_array_equal(probs[1::3], plain[1::3])  # bit by bit: filtered neighbours change nothing
+    for row in (0, 1, 2):  # greedy, unfiltered, filtered
         alone = {name: column[row : row + 1] for name, column in knobs.items()}
         one = jnp.asarray(logits[row : row + 1])
         assert sample(one, params(1, **alone, seed=seeds[row]), jnp.asarray(positions[row : row + 1])) == want[row]
