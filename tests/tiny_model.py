@@ -1,0 +1,25 @@
+"""A tiny random model for tests of behaviour."""
+
+from flax import nnx
+
+from jattn.models.config import ModelConfig
+from jattn.models.llama import Llama
+from jattn.resolve import resolve
+
+CONFIG = ModelConfig(
+    num_layers=3,
+    d_model=48,
+    num_q_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_dim=64,
+    vocab_size=128,
+    max_context=512,
+    rms_eps=1e-5,
+    rope_theta=1e4,
+)
+
+
+def tiny(kv_dtype=None):
+    spec = CONFIG.attn_spec(kv_dtype)
+    return Llama(CONFIG, spec, resolve(spec, "native", "cpu"), rngs=nnx.Rngs(0), weight_first=True)
