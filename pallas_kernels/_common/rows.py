@@ -1,0 +1,57 @@
+"""Keys and values as rows: where a request's keys lie, and fetching them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax import lax
+
+MAX_ROWS = 2**31 - 1  # row ids are int32
+
+
+class Stored(NamedTuple):
+    """Stored keys and values, a row a token, and the way from sequence indices to rows."""
+
+    k: jax.Array  # [rows, kv_heads, k_dim]
+    v: jax.Array  # [rows, kv_heads, v_dim]
+    k_scale: jax.Array | None  # None, f32 scalar, or f32[rows, kv_heads]
+    v_scale: jax.Array | None
+    locate: Callable[[jax.Array, jax.Array], jax.Array]  # (seq i32[lanes], keys i32[lanes, n]) -> rows i32[lanes, n]
+
+
+def paged(k_pages, v_pages, k_scale, v_scale, page_table, page_offset) -> Stored:
+    """Rows of a paged cache. Only table entries of the asked keys are used."""
+    pages, page_size = k_pages.shape[:2]
+
+    def flat(x):
+        return x.reshape(pages * page_size, *x.shape[2:])
+
+    def locate(seq, keys):
+        ids = page_table.at[seq[:, None], keys // page_size].get(mode="clip")
+        return (ids + page_offset) * page_size + keys % page_size
+
+    k_scale, v_scale = (x if x is None or x.ndim == 0 else flat(x) for x in (k_scale, v_scale))
+    return Stored(flat(k_pages), flat(v_pages), k_scale, v_scale, locate)
+
+
+def packed(k, v, k_scale, v_scale, cu_kv_lens) -> Stored:
+    """Rows of keys that lie request after request."""
+    return Stored(k, v, k_scale, v_scale, lambda seq, keys: cu_kv_lens[seq][:, None] + keys)
+
+
+def take(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """x[rows]: [n, heads, ...] and i32[lanes, keys] -> [lanes, keys, heads, ...]; rows must be in range."""
+    if x.ndim < 3:
+        return x.at[rows].get(mode="promise_in_bounds")
+    # XLA:CPU copies rows of heads * dim floats 2.3x faster than [heads, dim] (13 against 30 us for 512 keys of 3 x 64
+    # float32: the inner loop of 64 is not vectorised). Elsewhere merging the two would cost a copy of the pool.
+    return lax.platform_dependent(x, rows, cpu=_take_merged, default=_take_split)
+
+
+def _take_merged(x, rows):
+    merged = x.reshape(x.shape[0], -1).at[rows].get(mode="promise_in_bounds")
+    return lax.optimization_barrier(merged).reshape(*rows.shape, *x.shape[1:])
+
+
+def _take_split(x, rows):
+    return x.at[rows].get(mode="promise_in_bounds")
