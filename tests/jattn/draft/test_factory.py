@@ -41,12 +41,12 @@ TABLE = """
     dsv4               any        * dsv4           dsv4           dsv4           dsv4           1 assert
     native             any        * native         native         native         native         0 -
 """
-LINES = [line.split() for line in TABLE.strip().splitlines()]
+LINES = [tuple(map(str, line.split())) for line in TABLE.strip().splitlines()]
 NAMES = list(dict.fromkeys(line[0] for line in LINES))
 UNKNOWN = ("cutlass_mla", "torch_native", "flex_attention", "wave", "qsa", "hpc_ops", "dual_chunk_flash_attn", None)
 
 
-def line_of(name: str | None, platform: str, use_mla: bool) -> list[str] | None:
+def line_of(name: str | None, platform: str, use_mla: bool) -> tuple[str, ...] | None:
     for line in LINES:
         if line[0] == name and platform in (*line[1].split(","), platform if line[1] == "any" else ""):
             if line[2] in ("*", str(int(use_mla))):
