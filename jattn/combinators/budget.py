@@ -47,14 +47,13 @@ def choose(
     thresholds = jnp.asarray(_THRESHOLDS, jnp.float32)
     wanted = jnp.sum(reach[None] >= thresholds[:, None, None], axis=-1).astype(jnp.int32)
     take = jnp.where(active[None], jnp.minimum(wanted, room[None]), 0)  # [thresholds, seqs]
-    kept = (jnp.arange(num_steps, dtype=jnp.int32)[None, None] < take[..., None]) * reach[None]
-    tokens = jnp.sum(active) + jnp.sum(kept, axis=(1, 2))
+    kept = jnp.where(jnp.arange(num_steps, dtype=jnp.int32)[None, None] < take[..., None], reach[None], 0.0)
+    tokens = jnp.sum(active, dtype=jnp.float32) + jnp.sum(kept, axis=(1, 2))
     rows = jnp.sum(active, dtype=jnp.int32) + jnp.sum(take, axis=1)
     width = 1 + jnp.max(take, axis=1)
     costs = np.asarray([v.cost for v in shapes], np.float32)
-    fits = (jnp.asarray([v.rows for v in shapes])[None] >= rows[:, None]) & (
-        jnp.asarray([v.max_q_len for v in shapes])[None] >= width[:, None]
-    )
+    sizes = np.asarray([(v.rows, v.max_q_len) for v in shapes], np.int32)
+    fits = (sizes[None, :, 0] >= rows[:, None]) & (sizes[None, :, 1] >= width[:, None])
     price = jnp.where(fits, costs[None], jnp.inf)  # [thresholds, shapes]
     best = jnp.argmax(tokens / jnp.min(price, axis=1))
     index = jnp.where(rows[best] > 0, jnp.argmin(price[best]), len(shapes)).astype(jnp.int32)

@@ -4,17 +4,16 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jattn.combinators.accept import append, finish
-from jattn.combinators.state import DecodeState, RoundReport, Status
+from jattn.combinators.state import Decoder, DecodeState, RoundReport, Status
 from jattn.modes import ForwardMode
 from jattn.plan import make_plan, rows_of
 from jattn.sampling import next_tokens
 
 
 def extend(
-    model: nnx.Module, state: DecodeState, q_lens: jax.Array, *, rows: int, report_width: int, sampled: bool = True
+    model: Decoder, state: DecodeState, q_lens: jax.Array, *, rows: int, report_width: int, sampled: bool = True
 ) -> tuple[DecodeState, RoundReport]:
     """Compute the next `q_lens` prompt tokens of each slot, packed; a slot whose prompt ends gets its first token.
 

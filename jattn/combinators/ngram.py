@@ -44,7 +44,7 @@ def find(tokens: jax.Array, num_known: jax.Array) -> tuple[jax.Array, jax.Array]
         last = jnp.take_along_axis(tokens, num_known[:, None] - 1 - back, axis=1, mode="clip")
         shifted = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, :width]
         alive &= (shifted == last) & (ends >= back) & (num_known[:, None] > back)
-        matched += alive
+        matched += alive.astype(jnp.int32)
     score = jnp.where(matched > 0, matched * width + ends, -1)
     best = jnp.argmax(score, axis=1).astype(jnp.int32)
     length = jnp.take_along_axis(matched, best[:, None], axis=1)[:, 0]

@@ -5,18 +5,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jattn.combinators import budget
 from jattn.combinators.accept import accepted_lens, append, finish
 from jattn.combinators.costs import Variant
 from jattn.combinators.ngram import ngram_draft
-from jattn.combinators.state import DecodeState, RoundReport
+from jattn.combinators.state import Decoder, DecodeState, RoundReport
 from jattn.combinators.verify import verify
 
 
 def decode_round(
-    model: nnx.Module, state: DecodeState, *, num_steps: int, shapes: tuple[Variant, ...], sampled: bool = True
+    model: Decoder, state: DecodeState, *, num_steps: int, shapes: tuple[Variant, ...], sampled: bool = True
 ) -> tuple[DecodeState, RoundReport]:
     """Advance every decoding slot by one token or more; the tokens equal plain decoding's.
 

@@ -2,13 +2,26 @@
 
 import dataclasses
 import enum
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 from jattn.cache import PagedKV
-from jattn.plan import Tree
+from jattn.plan import Plan, Tree
 from jattn.sampling import SamplingParams
+
+
+class Decoder(Protocol):
+    """What the combinators ask of a model; an NNX module with these two methods."""
+
+    def __call__(self, tokens: jax.Array, cache: PagedKV, plan: Plan, /) -> tuple[jax.Array, PagedKV]:
+        """i32[rows] -> hidden states [rows, d_model], and the cache with the step written."""
+        ...
+
+    def logits(self, hidden: jax.Array, /) -> jax.Array:
+        """[rows, d_model] -> f32[rows, vocab_size]."""
+        ...
 
 
 class Status(enum.IntEnum):

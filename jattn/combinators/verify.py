@@ -2,17 +2,16 @@
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jattn.cache import PagedKV
-from jattn.combinators.state import DecodeState
+from jattn.combinators.state import Decoder, DecodeState
 from jattn.modes import ForwardMode
 from jattn.plan import make_plan, rows_of
 from jattn.sampling import next_tokens
 
 
 def verify(
-    model: nnx.Module,
+    model: Decoder,
     state: DecodeState,
     drafts: jax.Array,
     take: jax.Array,
