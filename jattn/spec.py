@@ -1,6 +1,7 @@
 """Static descriptions of an attention layer, in the field's terms. Hashable, so that they pick programs."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 
@@ -56,7 +57,9 @@ class AttnSpec:
     xai_temperature_len: int | None = None
 
     def __post_init__(self):
-        for field in ("num_q_heads", "num_kv_heads", "head_dim"):
+        if self.v_head_dim is None:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        for field in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"):
             if getattr(self, field) < 1:
                 raise ValueError(f"AttnSpec.{field}={getattr(self, field)}: want at least 1")
         if self.num_q_heads % self.num_kv_heads:
@@ -64,11 +67,11 @@ class AttnSpec:
                 f"AttnSpec.num_q_heads={self.num_q_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: "
                 "each KV head serves the same number of query heads"
             )
-        if self.v_head_dim is None:
-            object.__setattr__(self, "v_head_dim", self.head_dim)
-        if self.sm_scale is None:
-            object.__setattr__(self, "sm_scale", self.head_dim**-0.5)
-        if self.logit_soft_cap is not None and not self.logit_soft_cap > 0:
+        scale = self.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
+        if not math.isfinite(scale):
+            raise ValueError(f"AttnSpec.sm_scale={scale}: want a finite number, or None for head_dim ** -0.5")
+        object.__setattr__(self, "sm_scale", scale)
+        if self.logit_soft_cap is not None and not 0 < self.logit_soft_cap < math.inf:
             raise ValueError(f"AttnSpec.logit_soft_cap={self.logit_soft_cap}: want a positive cap, or None for no cap")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(
@@ -129,9 +132,11 @@ class MLASpec:
     kv_dtype: str | None = None
 
     def __post_init__(self):
-        for field in ("num_q_heads", "kv_lora_rank", "v_head_dim"):
+        for field in ("num_q_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
             if getattr(self, field) < 1:
                 raise ValueError(f"MLASpec.{field}={getattr(self, field)}: want at least 1")
+        if self.qk_rope_head_dim < 0:
+            raise ValueError(f"MLASpec.qk_rope_head_dim={self.qk_rope_head_dim}: want at least 0 (no rotary part)")
         if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPES:
             raise ValueError(f"MLASpec.kv_dtype={self.kv_dtype!r}: want one of {', '.join(KV_DTYPES)}, or None")
         if self.sm_scale is None:
@@ -139,4 +144,5 @@ class MLASpec:
 
     def needs(self) -> frozenset[Feature]:
         """Features that any kernel serving this layer must provide."""
-        return frozenset({Feature.MLA})
+        kept = _QUANTISED.get(self.kv_dtype or "")
+        return frozenset({Feature.MLA} if kept is None else {Feature.MLA, kept})
