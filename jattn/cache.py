@@ -34,7 +34,7 @@ class PagedKV:
         num_layers: int,
         num_pages: int,
         page_size: int,
-        dtype: jnp.dtype | type | None = None,
+        dtype: jax.typing.DTypeLike | None = None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> Self:
@@ -48,17 +48,8 @@ class PagedKV:
         >>> PagedKV.create(spec, num_layers=2, num_pages=10, page_size=16).k.shape
         (20, 16, 3, 64)
         """
-        if not 1 <= page_size <= 256:
-            raise ValueError(f"page_size={page_size}: want 1 to 256")
-        if num_layers < 1 or num_pages < 1:
-            raise ValueError(f"num_layers={num_layers}, num_pages={num_pages}: want at least 1 of each")
-        rows = num_layers * num_pages * page_size
-        if rows > _INT32_ROWS:
-            raise ValueError(
-                f"{num_layers} layers x {num_pages} pages x {page_size} tokens is {rows} rows, past the int32 index "
-                f"limit {_INT32_ROWS}: use fewer pages"
-            )
-        stored = KV_DTYPES[spec.kv_dtype] if spec.kv_dtype else (dtype or jnp.float32)
+        _check_pool(num_layers, num_pages, page_size)
+        stored = KV_DTYPES[spec.kv_dtype] if spec.kv_dtype else _unscaled(dtype or jnp.float32)
         shape = (num_layers * num_pages, page_size, spec.num_kv_heads)
         scales = {}
         if spec.quantised:
@@ -115,6 +106,27 @@ class MLACache:
     @classmethod
     def create(cls, spec: MLASpec, *, num_layers: int, num_pages: int, page_size: int, dtype=jnp.bfloat16) -> Self:
         """An empty cache; attention over it is refused until a kernel provides MLA."""
+        _check_pool(num_layers, num_pages, page_size)
         width = spec.kv_lora_rank + spec.qk_rope_head_dim
         stored = KV_DTYPES[spec.kv_dtype] if spec.kv_dtype else dtype
         return cls(latent=jnp.zeros((num_layers * num_pages, page_size, width), stored), num_layers=num_layers)
+
+
+def _check_pool(num_layers: int, num_pages: int, page_size: int) -> None:
+    if not 1 <= page_size <= 256:
+        raise ValueError(f"page_size={page_size}: want 1 to 256")
+    if num_layers < 1 or num_pages < 1:
+        raise ValueError(f"num_layers={num_layers}, num_pages={num_pages}: want at least 1 of each")
+    rows = num_layers * num_pages * page_size
+    if rows > _INT32_ROWS:
+        raise ValueError(
+            f"{num_layers} layers x {num_pages} pages x {page_size} tokens is {rows} rows, past the int32 index "
+            f"limit {_INT32_ROWS}: use fewer pages"
+        )
+
+
+def _unscaled(dtype) -> jnp.dtype:
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise ValueError(f"dtype={dtype}: rows this narrow are stored with scales; name it as AttnSpec.kv_dtype")
+    return dtype
