@@ -57,9 +57,10 @@ def resolve(
     >>> choice.row("attend").name
     'xla/attend'
     """
-    row = platform if isinstance(platform, Platform) else platform_named(platform) if platform else detect()
-    rules = policy_named(policy or row.default_policy)
+    row = detect() if platform is None else platform if isinstance(platform, Platform) else platform_named(platform)
+    rules = policy_named(row.default_policy if policy is None else policy)
     check_policy(rules, spec, page_size=page_size, topk=topk)
+    _check_asked(prefer, num_splits)
     return _choose(rules.name, rules.kernel_preference, row, spec.needs(), include_declared, prefer, num_splits)
 
 
@@ -72,13 +73,7 @@ def check_policy(rules: BackendPolicy, spec: AttnSpec | MLASpec, *, page_size: i
         raise NoBackendError(f"policy {name!r} does not serve MLA models; use 'native'")
     if not is_mla and (rules.mla_only or not rules.supports_mha):
         raise NoBackendError(f"policy {name!r} serves MLA models only, and this layer is MHA/GQA; use 'native'")
-    if page_size is not None and rules.page_sizes is not None and page_size not in rules.page_sizes:
-        legal = ", ".join(map(str, sorted(rules.page_sizes)))
-        raise ValueError(
-            f"page_size={page_size} is not legal under policy {name!r}: want one of {legal}, or use 'native'"
-        )
-    if topk is not None and rules.max_topk is not None and topk > rules.max_topk:
-        raise ValueError(f"topk={topk} is not legal under policy {name!r}: at most {rules.max_topk}, or use 'native'")
+    _check_sizes(rules, is_mla, page_size, topk)
     if rules.kv_dtypes is not None and spec.kv_dtype is not None and spec.kv_dtype not in rules.kv_dtypes:
         legal = ", ".join(sorted(rules.kv_dtypes))
         raise ValueError(
@@ -88,8 +83,40 @@ def check_policy(rules: BackendPolicy, spec: AttnSpec | MLASpec, *, page_size: i
         raise NoBackendError(f"policy {name!r} does not serve attention sinks; use 'native'")
 
 
+def _check_sizes(rules: BackendPolicy, is_mla: bool, page_size: int | None, topk: int | None) -> None:
+    name, sizes, widest = rules.name, rules.legal_page_sizes(is_mla=is_mla), rules.legal_topk(is_mla=is_mla)
+    if page_size is not None and page_size not in (range(1, 257) if sizes is None else sizes):
+        if sizes is None:
+            raise ValueError(f"page_size={page_size}: want 1 to 256")
+        legal = ", ".join(map(str, sorted(sizes)))
+        raise ValueError(
+            f"page_size={page_size} is not legal under policy {name!r}: want one of {legal}, or use 'native'"
+        )
+    if topk is None:
+        return
+    if topk < 0:
+        raise ValueError(f"topk={topk}: want at least 1, or 0 for no draft")
+    if widest is not None and topk > widest:
+        raise ValueError(f"topk={topk} is not legal under policy {name!r}: at most {widest}, or use 'native'")
+    if topk > 1 and page_size is not None and page_size > 1 and not rules.paged_trees:
+        raise ValueError(
+            f"topk={topk} with page_size={page_size} is not legal under policy {name!r}: want page_size=1 or topk=1, "
+            "or use 'native'"
+        )
+
+
+def _check_asked(prefer: tuple[str, ...], num_splits: int) -> None:
+    known = tuple(dict.fromkeys(row.set for row in KERNELS))
+    for name in prefer:
+        if name not in known:
+            raise ValueError(f"unknown kernel set {name!r} in prefer: want some of {', '.join(known)}")
+    if num_splits < 1:
+        raise ValueError(f"num_splits={num_splits}: want at least 1 (keys attended in one part)")
+
+
 @functools.cache  # reads static facts only, so it is safe while tracing
 def _choose(policy, preference, platform, needs, include_declared, prefer, num_splits) -> Choice:
+    preference = tuple(name for name in preference if name in platform.kernel_sets)  # a set runs where its rows do
     order = tuple(dict.fromkeys((*prefer, *preference, *platform.kernel_sets)))
     rows, skipped = [], []
     for op in OPS:
