@@ -1,5 +1,7 @@
 """Sampling against a float64 oracle that sorts: kept sets are exact, draws are within the bound of a right sampler."""
 
+from typing import Any
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ sample = jax.jit(sampling.sample, static_argnums=3)
 token_probs = jax.jit(sampling.token_probs, static_argnums=2)
 
 
-def params(n, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
+def params(n, *, temperature: Any = 1.0, top_k: Any = 0, top_p: Any = 1.0, min_p: Any = 0.0, seed: Any = 0):
     """Parameters of n rows; scalars are repeated."""
 
     def column(value, dtype):
@@ -84,7 +86,7 @@ def draw_rows(seed, rows, width):
     rng = np.random.default_rng(seed)
     logits, *columns = zip(*(draw_row(rng, width) for _ in range(rows)), strict=True)
     names = ("temperature", "top_k", "top_p", "min_p")
-    return np.stack(logits).astype(np.float32), dict(zip(names, map(np.asarray, columns), strict=True))
+    return np.stack(logits).astype(np.float32), dict[str, Any](zip(names, map(np.asarray, columns), strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -215,7 +217,13 @@ def frequencies(tokens, outcomes):
 
 
 LOGITS = cases.draw(11, 12, amp=2)
-KNOBS = [dict(), dict(temperature=0.6), dict(top_k=5), dict(top_p=0.7), dict(min_p=0.3, temperature=1.5, top_k=9)]
+KNOBS: list[dict[str, Any]] = [
+    dict(),
+    dict(temperature=0.6),
+    dict(top_k=5),
+    dict(top_p=0.7),
+    dict(min_p=0.3, temperature=1.5, top_k=9),
+]
 
 
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
