@@ -1,5 +1,7 @@
 """Llama-family decoder in Flax NNX: parameters only. Tokens, cache and plan come in; hidden states and cache go out."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -25,7 +27,7 @@ class Attention(nnx.Module):
             spec.num_q_heads * spec.v_head_dim, config.d_model, rngs=rngs, dtype=dtype, weight_first=weight_first
         )
 
-    def __call__(self, x, phases, cache: PagedKV, plan: Plan, layer: int):
+    def __call__(self, x, phases, cache: PagedKV, plan: Plan, layer):
         q, k, v = split_heads(self.qkv(x), self.spec)
         q, k = rotate(q, *phases), rotate(k, *phases)
         out, _, cache = write_attend(q, k, v, cache, plan, layer=layer, spec=self.spec, choice=self.choice)
@@ -58,6 +60,12 @@ class Block(nnx.Module):
         attended, cache = self.attn(self.attn_norm(x), phases, cache, plan, layer)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), cache
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _apply_block(graphdef, params, x, phases, cache: PagedKV, plan: Plan, layer: jax.Array):
+    # jitted so that equal layers are traced and lowered once (seconds and 100 MB saved for 30); XLA inlines the calls
+    return nnx.merge(graphdef, params)(x, phases, cache, plan, layer)
 
 
 class Llama(nnx.Module):
@@ -93,7 +101,8 @@ class Llama(nnx.Module):
             plan.positions, inv_freq(self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
         )
         for layer, block in enumerate(self.layers):
-            x, cache = block(x, phases, cache, plan, layer)
+            graphdef, params = nnx.split(block)
+            x, cache = _apply_block(graphdef, params, x, phases, cache, plan, jnp.int32(layer))
         return self.final_norm(x), cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
