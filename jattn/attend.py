@@ -3,8 +3,8 @@
 import dataclasses
 
 import jax
-import pallas_kernels.merge_states.xla as merge_xla
 
+import pallas_kernels.merge_states.xla as merge_xla
 from jattn.cache import MLACache, PagedKV, RaggedKV
 from jattn.plan import Plan
 from jattn.resolve import Choice, NoBackendError
@@ -59,8 +59,8 @@ def write_kv(k: jax.Array, v: jax.Array, cache: PagedKV, plan: Plan, *, layer, c
     if cache.token_scales:
         scales = dict(k_scales=cache.k_scale, v_scales=cache.v_scale)
     elif cache.k_scale is not None:
-        scales = dict(k_scale=cache.k_scale[layer], v_scale=cache.v_scale[layer])
-    written = choice.row("write_kv").function(
+        scales = dict(k_scale=_scale(cache.k_scale, layer), v_scale=_scale(cache.v_scale, layer))
+    written = choice.function("write_kv")(
         cache.k,
         cache.v,
         k,
@@ -130,7 +130,7 @@ def attend(
         out, lse = _attend_ragged(q, kv, choice, common)
     else:
         _check_cache(kv, plan, spec)
-        out, lse = choice.row("attend").function(
+        out, lse = choice.function("attend")(
             q,
             kv.k,
             kv.v,
@@ -160,7 +160,7 @@ def merge_states(out: jax.Array, lse: jax.Array, *, choice: Choice | None = None
     >>> float(out[0, 0, 0]), round(float(lse[0, 0]), 4)
     (2.0, 0.6931)
     """
-    function = merge_xla.merge_states if choice is None else choice.row("merge_states").function
+    function = merge_xla.merge_states if choice is None else choice.function("merge_states")
     return function(out, lse)
 
 

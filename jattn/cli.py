@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jattn.backends import POLICIES
+from jattn.dispatch import cli as dispatch
 from jattn.platforms import PLATFORMS
 
 
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jattn", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="jattn", description="Attention and drafting for JAX")
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_generate(commands.add_parser("generate", help="continue prompts with a real model"))
     platforms = commands.add_parser("platforms", help="print the platform table and what is known of each kernel")
@@ -175,7 +176,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, default=64, help="width of a head (default: 64)")
     parser.add_argument("--policy", help=f"one of {', '.join(POLICIES)}")
     parser.add_argument("--platform", help="a row of `jattn platforms`; default: the device at hand")
-    parser.add_argument("--mode", default="decode", help="forward mode, as decode or extend (default: decode)")
+    parser.add_argument("--mode", help="one forward mode, as extend; without it the plan is of a decode")
     parser.add_argument("--prefix", type=_lengths, default=[0], metavar="N,N", help="cached tokens, a request each")
     parser.add_argument(
         "--q-lens", type=_lengths, default=None, metavar="N,N", help="rows, a request each (default: 1)"
@@ -187,6 +188,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sinks", action="store_true", help="attention sinks")
     parser.add_argument("--alibi", action="store_true", help="ALiBi (not offered: prints who lacks it)")
     parser.add_argument("--kv-dtype", help="dtype of the cache")
+    dispatch.add_arguments(parser, skip=("mode", "prefix", "platform", "num_steps"))
     parser.set_defaults(run=_explain)
 
 
@@ -206,9 +208,7 @@ def _explain(args: argparse.Namespace) -> int:
     from jattn.platforms import detect, platform_named
     from jattn.spec import AttnSpec
 
-    if args.mode.upper() not in ForwardMode.__members__:
-        names = ", ".join(name.lower() for name in ForwardMode.__members__)
-        raise ValueError(f"mode {args.mode!r} is unknown: want one of {names}")
+    forms = dispatch.run(args)  # checks the mode's name, too
     heads = _heads_of(args.model) if args.model else (args.q_heads, args.kv_heads, args.head_dim)
     spec = AttnSpec(
         num_q_heads=heads[0],
@@ -221,13 +221,15 @@ def _explain(args: argparse.Namespace) -> int:
         kv_dtype=args.kv_dtype,
     )
     batch = Batch(
-        mode=ForwardMode[args.mode.upper()],
+        mode=ForwardMode[(args.mode or "decode").upper()],
         prefix_lens=args.prefix,
         q_lens=args.q_lens or [1] * len(args.prefix),
         page_size=args.page_size,
         num_steps=args.num_steps,
     )
     print(explain(spec, args.policy, platform_named(args.platform) if args.platform else detect(), batch))
+    print("\nforms that an MLA model would take, and the rows that decided:")
+    print(forms)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 from jattn.backends import BackendPolicy, policy_named
 from jattn.features import Feature
@@ -28,6 +29,13 @@ class Choice:
     def row(self, op: str) -> KernelRow:
         """The kernel that serves `op`."""
         return self.rows[OPS.index(op)]
+
+    def function(self, op: str) -> Callable:
+        """The code of that kernel. Raises NoBackendError if the row is declared only."""
+        row = self.row(op)
+        if row.function is None:
+            raise NoBackendError(f"{row.name} is declared, not written yet: resolve without include_declared")
+        return row.function
 
 
 def resolve(

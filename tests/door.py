@@ -136,7 +136,7 @@ def _decode(arrays, spec, choice, sinks, page_size, dtype, layer, scales):
             q, k, v, cache, plan, layer=layer, spec=spec, choice=choice, sinks=sinks
         )
     )
-    for i in range(q_lens.max()):
+    for i in range(int(q_lens.max())):
         at = kv_lens - q_lens + i  # sequence index of this step's token; negative: a query before the first key
         live = (i < q_lens) & (at >= 0)
         lens = np.where(live, at + 1, 0)

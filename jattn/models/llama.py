@@ -1,6 +1,7 @@
 """Llama-family decoder in Flax NNX: parameters only. Tokens, cache and plan come in; hidden states and cache go out."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,11 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, spec: AttnSpec, choice: Choice, *, rngs, dtype, weight_first):
         self.spec, self.choice = spec, choice
-        out_dim = (spec.num_q_heads + spec.num_kv_heads) * spec.head_dim + spec.num_kv_heads * spec.v_head_dim
+        v_head_dim = spec.v_head_dim or spec.head_dim
+        out_dim = (spec.num_q_heads + spec.num_kv_heads) * spec.head_dim + spec.num_kv_heads * v_head_dim
         self.qkv = Linear(config.d_model, out_dim, rngs=rngs, dtype=dtype, weight_first=weight_first)
         self.out = Linear(
-            spec.num_q_heads * spec.v_head_dim, config.d_model, rngs=rngs, dtype=dtype, weight_first=weight_first
+            spec.num_q_heads * v_head_dim, config.d_model, rngs=rngs, dtype=dtype, weight_first=weight_first
         )
 
     def __call__(self, x, phases, cache: PagedKV, plan: Plan, layer):
@@ -88,7 +90,7 @@ class Llama(nnx.Module):
         self.config, self.spec, self.choice = config, spec, choice
         self.weight_first = weight_first
         self.embed = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, config.d_model), dtype) * 0.02)
-        kwargs = dict(rngs=rngs, dtype=dtype, weight_first=weight_first)
+        kwargs: dict[str, Any] = dict(rngs=rngs, dtype=dtype, weight_first=weight_first)
         self.layers = nnx.List([Block(config, spec, choice, **kwargs) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(config.d_model, config.rms_eps, dtype)
         if not config.tied_embeddings:

@@ -27,7 +27,7 @@ def counting() -> Iterator[Count]:
     """
     count = Count()
 
-    def listen(event: str, duration: float, **_) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         count.value += event == _EVENT
 
     jax.monitoring.register_event_duration_secs_listener(listen)

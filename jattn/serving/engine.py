@@ -10,9 +10,10 @@ from flax import nnx
 from jattn.cache import PagedKV
 from jattn.combinators.ngram import NUM_CLASSES
 from jattn.combinators.state import DecodeState, RoundReport, Status
+from jattn.models.llama import Llama
 from jattn.serving.programs import ProgramConfig, Programs, compile_programs
 from jattn.serving.request import Request
-from jattn.serving.scheduler import Scheduler, Sequence
+from jattn.serving.scheduler import NOT_RUNNING, Scheduler, Sequence
 
 _REASONS = {Status.STOPPED: "stop", Status.LENGTH: "length"}
 
@@ -37,8 +38,7 @@ class Engine:
     """Serves requests with one model. Not thread-safe.
 
     Args:
-      model: an NNX decoder with `(tokens, cache, plan) -> (hidden, cache)` and `logits(hidden)`, a `spec` and a
-        `choice`; its parameters are read, never changed.
+      model: its parameters are read, never changed.
       num_layers, num_pages, page_size: of the cache. num_slots: requests that run together. max_context: tokens a
         request may have. num_steps: drafts a request and round, 0 for none. kv_dtype: storage when the spec names none.
       sampled: False builds programs for greedy requests only, which compile faster.
@@ -47,7 +47,7 @@ class Engine:
 
     def __init__(
         self,
-        model: nnx.Module,
+        model: Llama,
         *,
         num_layers: int,
         num_slots: int,
@@ -101,7 +101,7 @@ class Engine:
 
     def cancel(self, sequence: Sequence, reason: str = "stop") -> None:
         """End a running request now, keeping what it has; its tokens still in flight are dropped."""
-        if sequence.finish_reason is None and sequence.slot is not None:
+        if sequence.finish_reason is None and sequence.slot != NOT_RUNNING:
             self._release(sequence)
             sequence.finish_reason = reason
 

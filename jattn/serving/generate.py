@@ -6,7 +6,7 @@ from jattn.serving.loaded import Completion, Options, load
 from jattn.serving.session import Prompt, Session
 
 
-def generate(prompts: Prompt | Sequence[Prompt], **options) -> list[Completion]:
+def generate(prompts: str | Sequence[Prompt], **options) -> list[Completion]:
     """Continue each prompt with a real model, by speculative decoding, in jitted programs.
 
     Args:
@@ -15,10 +15,10 @@ def generate(prompts: Prompt | Sequence[Prompt], **options) -> list[Completion]:
     Returns: one Completion a prompt, in order. Greedy ids do not depend on draft, page size or batch.
     Raises: ValueError with one sentence for a bad file, name, size or prompt.
     """
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not prompts:
+    batch: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not batch:
         raise ValueError("no prompts: give at least one")
     chosen = Options(**options)
-    session = Session(load(chosen), prompts, chosen)
+    session = Session(load(chosen), batch, chosen)
     done = [piece.completion for piece in session.stream() if piece.completion is not None]
     return sorted(done, key=lambda completion: completion.index)

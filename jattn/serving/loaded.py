@@ -164,7 +164,11 @@ def load(options: Options, progress: Progress = lambda what, done, total: None) 
 
 
 def config_of(hparams) -> ModelConfig:
-    """Model hyperparameters from a file's."""
+    """Model hyperparameters from a file's. Raises ValueError for what the model here does not have."""
+    if hparams.rope_scaling is not None:
+        raise ValueError(
+            f"this model scales its rotary frequencies ({hparams.rope_scaling.kind}), which is not offered yet"
+        )
     return ModelConfig(
         num_layers=hparams.num_layers,
         d_model=hparams.d_model,

@@ -6,6 +6,8 @@ import dataclasses
 from jattn.serving.pages import PageAllocator
 from jattn.serving.request import Request
 
+NOT_RUNNING = -1  # the slot of a request that has none
+
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
@@ -17,7 +19,7 @@ class Sequence:
     num_prefilled: int = 0  # tokens whose prefill has been dispatched
     num_known: int = 0  # tokens known when it was admitted, then kept up by reports
     prefill_len: int = 0  # tokens to prefill: the prompt, and after a preemption what it had generated
-    slot: int | None = None
+    slot: int = NOT_RUNNING
     finish_reason: str | None = None
     num_rounds: int = 0  # decode rounds that gave tokens to this request
     num_round_tokens: int = 0  # tokens of those rounds
@@ -124,7 +126,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Free a request's slot and pages."""
         self.slots[sequence.slot] = None
-        sequence.slot = None
+        sequence.slot = NOT_RUNNING
         self.pages.release(sequence)
 
     def _reserve(self, sequence: Sequence, num_known: int) -> bool:
