@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.dispatch.facts import DispatchFacts
-from jattn.dispatch.interpreter import Truth
+from jattn.dispatch.interpreter import Truth, with_negations
 
 _ONE_SHOT = ("fa3", "flashinfer", "flashmla")
 _READS_RAGGED = ("flashinfer", "flashmla")
@@ -67,7 +67,7 @@ def _product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return a_high * b_high + (cross >> 16) + (cross_low >> 16), (cross_low << 16) | (low & 0xFFFF)
 
 
-CONDITIONS: dict[str, Callable[[str | None, DispatchFacts], Truth]] = {
+_PLAIN: dict[str, Callable[[str | None, DispatchFacts], Truth]] = {
     "non-speculative extend": lambda name, f: f.mode.is_extend_without_speculative(),
     "decode": lambda name, f: f.mode.is_decode(),
     "no prefix": lambda name, f: _prefix(f) == 0,
@@ -97,3 +97,4 @@ CONDITIONS: dict[str, Callable[[str | None, DispatchFacts], Truth]] = {
     "sums known": lambda name, f: f.sum_prefix_lens is not None and f.sum_seq_lens is not None,
     "expanding is cheaper": lambda name, f: _expanding_is_cheaper(f),
 }
+CONDITIONS = with_negations(_PLAIN)

@@ -6,7 +6,7 @@ Ours is `native` everywhere (`Platform.default_policy`); this is for those who w
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from jattn.dispatch.interpreter import first, table, tester
+from jattn.dispatch.interpreter import first, table, with_negations
 from jattn.platforms import Platform
 from jattn.platforms.lookup import named
 
@@ -31,7 +31,7 @@ class _Situation:
         return self.is_mla or self.topk is None or (self.topk == 1 and self.page_size in (None, 1))
 
 
-_CONDITIONS: dict[str, Callable[[_Situation], bool]] = {
+_PLAIN: dict[str, Callable[[_Situation], bool]] = {
     "MLA": lambda s: s.is_mla,
     "Hopper": lambda s: s.platform.is_sm90,
     "SM100": lambda s: s.platform.is_sm100,
@@ -52,6 +52,7 @@ _CONDITIONS: dict[str, Callable[[_Situation], bool]] = {
     "deterministic": lambda s: s.deterministic,
     "DeepSeek": lambda s: s.deepseek,
 }
+_CONDITIONS = with_negations(_PLAIN)
 
 _BY_PLATFORM = table(
     "default",
@@ -148,7 +149,7 @@ def default_policy(
         deepseek=family == "deepseek_v3",
         flashinfer_installed=flashinfer_installed,
     )
-    return first(_family_rows(family), tester(_CONDITIONS, situation))[-1].then
+    return first(_family_rows(family), lambda name: _CONDITIONS[name](situation))[-1].then
 
 
 def _family_rows(family: str | None) -> tuple:

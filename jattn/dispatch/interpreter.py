@@ -27,17 +27,17 @@ def table(name: str, *rows: tuple[tuple[str, ...], Any]) -> tuple[Row, ...]:
     return tuple(Row(f"{name} {at}", when, then) for at, (when, then) in enumerate(rows, start=1))
 
 
-def tester(conditions: Mapping[str, Callable[..., Truth]], *subject: Any) -> Callable[[str], Truth]:
-    """The truth of a condition by its name, "not X" included, for what the conditions look at."""
+def with_negations(conditions: Mapping[str, Callable[..., Truth]]) -> dict[str, Callable[..., Truth]]:
+    """The conditions, each joined by its "not" form."""
 
-    def test(name: str) -> Truth:
-        condition = conditions.get(name)
-        if condition is not None:
-            return condition(*subject)
-        truth = conditions[name.removeprefix("not ")](*subject)
-        return not truth if isinstance(truth, bool) else ~truth
+    def negated(condition: Callable[..., Truth]) -> Callable[..., Truth]:
+        def negation(*subject: Any) -> Truth:
+            truth = condition(*subject)
+            return not truth if isinstance(truth, bool) else ~truth
 
-    return test
+        return negation
+
+    return {**conditions, **{f"not {name}": negated(condition) for name, condition in conditions.items()}}
 
 
 def matches(

@@ -1,6 +1,7 @@
 """Choosing the form of an MLA layer: on the host, inside jit, and with the reason."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 
 from jattn.dispatch.conditions import CONDITIONS
 from jattn.dispatch.facts import DispatchFacts, check_static, host_facts
-from jattn.dispatch.interpreter import Row, first, matches, tester
+from jattn.dispatch.interpreter import Row, Truth, first, matches
 from jattn.dispatch.methods import METHODS, AttnForwardMethod
 from jattn.dispatch.rules import ROCM_NAMES, RULES
 from jattn.platforms.lookup import named
@@ -44,7 +45,7 @@ def select_method(policy_name: str | None, facts: DispatchFacts, *, rules: str =
     ('MHA_ONE_SHOT', 'MLA')
     """
     facts = host_facts(facts)
-    decided = first(_rows(policy_name, rules), tester(CONDITIONS, policy_name, facts))
+    decided = first(_rows(policy_name, rules), _tester(policy_name, facts))
     return _result(policy_name, facts, rules, decided)
 
 
@@ -57,7 +58,7 @@ def explain(policy_name: str | None, facts: DispatchFacts, *, rules: str = "seed
     MLA by generic 4 (not non-speculative extend), then subtype 4 (otherwise)
     """
     facts = host_facts(facts)
-    decided = first(_rows(policy_name, rules), tester(CONDITIONS, policy_name, facts))
+    decided = first(_rows(policy_name, rules), _tester(policy_name, facts))
     return Explanation(policy=policy_name, method=_result(policy_name, facts, rules, decided), rows=decided)
 
 
@@ -75,12 +76,16 @@ def select_method_traced(policy_name: str | None, facts: DispatchFacts, *, rules
     check_static(facts)
     sums = [x for x in (facts.sum_prefix_lens, facts.sum_seq_lens) if x is not None]
     shape = jnp.broadcast_shapes(*map(jnp.shape, sums))
-    live = list(matches(_rows(policy_name, rules), tester(CONDITIONS, policy_name, facts)))
+    live = list(matches(_rows(policy_name, rules), _tester(policy_name, facts)))
     indices = [_INDEX[_result(policy_name, facts, rules, rows)] for _, rows in live]
     result = jnp.full(shape, indices[-1], jnp.int32)  # the last row of a table always holds
     for (holds, _), index in zip(reversed(live[:-1]), reversed(indices[:-1]), strict=True):
         result = jnp.where(holds, np.int32(index), result)
     return result
+
+
+def _tester(policy_name: str | None, facts: DispatchFacts) -> Callable[[str], Truth]:
+    return lambda condition: CONDITIONS[condition](policy_name, facts)
 
 
 def _rows(policy_name: str | None, rules: str) -> tuple[Row, ...]:
