@@ -1,12 +1,16 @@
 """What one forward does, as arrays: which rows belong to which request, where they are written, what they may see."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jattn.modes import ForwardMode
+
+Ints = jax.Array | np.ndarray | Sequence  # integers, on the host or traced
 
 
 @jax.tree_util.register_dataclass
@@ -77,9 +81,9 @@ def slots_of(page_table: jax.Array, seq: jax.Array, idx: jax.Array, page_size: i
 
 def make_plan(
     mode: ForwardMode,
-    seq_lens: jax.Array | np.ndarray,
-    q_lens: jax.Array | np.ndarray,
-    page_table: jax.Array | np.ndarray,
+    seq_lens: Ints,
+    q_lens: Ints,
+    page_table: Ints,
     *,
     page_size: int,
     tree: Tree | jax.Array | np.ndarray | None = None,
@@ -105,26 +109,17 @@ def make_plan(
     >>> plan.positions.tolist(), plan.write_slots.tolist()
     ([0, 1, 2, 4], [16, 17, 18, 8])
     """
-    concrete = not any(isinstance(x, jax.core.Tracer) for x in (seq_lens, q_lens, page_table))
-    if concrete:
-        _check_lengths(mode, np.asarray(seq_lens), np.asarray(q_lens), np.asarray(page_table), page_size)
-        num_tokens = int(np.sum(q_lens)) if num_tokens is None else num_tokens
-        max_q_len = int(np.max(q_lens, initial=0)) if max_q_len is None else max_q_len
-        if num_tokens < np.sum(q_lens) or max_q_len < np.max(q_lens, initial=0):
-            raise ValueError(
-                f"num_tokens={num_tokens}, max_q_len={max_q_len} do not hold q_lens={np.asarray(q_lens).tolist()}: "
-                "give at least their sum and their maximum"
-            )
-    if num_tokens is None or max_q_len is None:
-        raise ValueError(
-            "make_plan inside jit: q_lens is traced, so give num_tokens= and max_q_len= as Python integers"
-        )
     _check_shapes(seq_lens, q_lens, page_table, page_size)
+    if not any(isinstance(x, Tracer) for x in (seq_lens, q_lens, page_table)):
+        _check_lengths(mode, np.asarray(seq_lens), np.asarray(q_lens), np.asarray(page_table), page_size)
+    num_tokens, max_q_len = _bounds(q_lens, num_tokens, max_q_len)
+    if num_tokens and not np.size(page_table):
+        raise ValueError(f"page_table{list(np.shape(page_table))} has no page for num_tokens={num_tokens}: want some")
     seq_lens, q_lens, page_table = (jnp.asarray(x, jnp.int32) for x in (seq_lens, q_lens, page_table))
     cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)])
     seq, idx, valid = rows_of(cu_q_lens, num_tokens)
     idx = jnp.where(valid, seq_lens[seq] - q_lens[seq] + idx, 0)
-    tree = _as_tree(tree, seq_lens - q_lens, seq, cu_q_lens, max_q_len)
+    tree = None if tree is None else _as_tree(tree, seq_lens - q_lens, seq, cu_q_lens, max_q_len)
     positions = idx if tree is None else jnp.where(valid, tree.starts[seq] + _popcount(tree.bits) - 1, 0)
     return Plan(
         positions=positions,
@@ -144,25 +139,55 @@ def _popcount(bits: jax.Array) -> jax.Array:
     return jnp.sum(jax.lax.population_count(bits).astype(jnp.int32), axis=-1)
 
 
-def _as_tree(tree, starts, seq, cu_q_lens, max_q_len) -> Tree | None:
-    if tree is None or isinstance(tree, Tree):
-        return tree
+def _bounds(q_lens, num_tokens: int | None, max_q_len: int | None) -> tuple[int, int]:
+    if isinstance(q_lens, Tracer):
+        if num_tokens is None or max_q_len is None:
+            raise ValueError(
+                "make_plan inside jit: q_lens is traced, so give num_tokens= and max_q_len= as Python integers"
+            )
+        return num_tokens, max_q_len
+    total, longest = int(np.sum(q_lens)), int(np.max(q_lens, initial=0))
+    num_tokens = total if num_tokens is None else num_tokens
+    max_q_len = longest if max_q_len is None else max_q_len
+    if num_tokens < total or max_q_len < longest:
+        raise ValueError(
+            f"num_tokens={num_tokens}, max_q_len={max_q_len} do not hold q_lens={np.asarray(q_lens).tolist()}: "
+            "give at least their sum and their maximum"
+        )
+    return num_tokens, max_q_len
+
+
+def _as_tree(tree, starts, seq, cu_q_lens, max_q_len) -> Tree:
+    if isinstance(tree, Tree):
+        return _checked(tree, num_tokens=seq.shape[0], num_seqs=starts.shape[0])
     bits = jnp.asarray(tree, jnp.uint32)
     if bits.ndim != 2 or bits.shape[0] != seq.shape[0]:
         raise ValueError(f"tree.shape={bits.shape}: want u32[tokens={seq.shape[0]}, ceil(nodes / 32)], a row a query")
     if bits.shape[1] * 32 < max_q_len:
         raise ValueError(f"tree has {bits.shape[1]} words a row, room for {bits.shape[1] * 32} nodes, not {max_q_len}")
     num_seqs = starts.shape[0]
-    rows = jnp.clip(cu_q_lens[:-1, None] + jnp.arange(max_q_len, dtype=jnp.int32), 0, seq.shape[0] - 1)
+    rows = jnp.clip(cu_q_lens[:-1, None] + jnp.arange(max_q_len, dtype=jnp.int32)[None, :], 0, seq.shape[0] - 1)
     depth = _popcount(bits)[rows] - 1
     return Tree(bits=bits, starts=starts, kv_positions=(starts[:, None] + depth).reshape(num_seqs, max_q_len))
+
+
+def _checked(tree: Tree, *, num_tokens: int, num_seqs: int) -> Tree:
+    bits, starts, nodes = (np.shape(x) for x in (tree.bits, tree.starts, tree.kv_positions))
+    if len(bits) != 2 or bits[0] != num_tokens or starts != (num_seqs,) or len(nodes) != 2 or nodes[0] != num_seqs:
+        raise ValueError(
+            f"Tree has bits{list(bits)}, starts{list(starts)}, kv_positions{list(nodes)}: want [tokens={num_tokens}, "
+            f"words], [seqs={num_seqs}], [seqs={num_seqs}, max_nodes]"
+        )
+    if nodes[1] > 32 * bits[1]:
+        raise ValueError(f"Tree has {nodes[1]} nodes a request but {bits[1]} words a row: want a bit for each node")
+    return tree
 
 
 def _check_shapes(seq_lens, q_lens, page_table, page_size) -> None:
     if not 1 <= page_size <= 256:
         raise ValueError(f"page_size={page_size}: want 1 to 256")
     shapes = tuple(np.shape(x) for x in (seq_lens, q_lens, page_table))
-    if len(shapes[2]) != 2 or any(s[0] != shapes[2][0] or len(s) != 1 for s in shapes[:2]):
+    if len(shapes[2]) != 2 or any(s != shapes[2][:1] for s in shapes[:2]):
         raise ValueError(
             f"seq_lens{list(shapes[0])}, q_lens{list(shapes[1])}, page_table{list(shapes[2])}: want [seqs], [seqs] and "
             "[seqs, max_pages], one row a request"
@@ -170,7 +195,9 @@ def _check_shapes(seq_lens, q_lens, page_table, page_size) -> None:
 
 
 def _check_lengths(mode, seq_lens, q_lens, page_table, page_size) -> None:
-    _check_shapes(seq_lens, q_lens, page_table, page_size)
+    if any(x.size and x.dtype.kind not in "iu" for x in (seq_lens, q_lens, page_table)):
+        dtypes = ", ".join(str(x.dtype) for x in (seq_lens, q_lens, page_table))
+        raise ValueError(f"seq_lens, q_lens, page_table are {dtypes}: want integers")
     if (q_lens < 0).any() or (q_lens > seq_lens).any():
         raise ValueError(
             f"q_lens={q_lens.tolist()}, seq_lens={seq_lens.tolist()}: the rows of a request are its newest cached "
