@@ -6,11 +6,14 @@ the original's assertion), `mla` (a model that is not MLA).
 """
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from jattn.dispatch import HybridPair, explain, facts_from
 from jattn.draft import DraftConfig, check_draft_limits, create_decode_backend, create_draft_extend_backend
+from jattn.modes import ForwardMode
 from jattn.platforms import PLATFORMS
 
 TABLE = """
@@ -154,6 +157,33 @@ def test_which_name_counts(draft, mode, prefill, decode):
     assert agrees(got, expected_decode(by_decode, "cuda-sm90", True, 1, 3, False, None))
     got = outcome(create_draft_extend_backend, config)
     assert agrees(got, expected_extend(by_extend, "cuda-sm90", True, False, None))
+
+
+# name -> the rows that choose a draft's forms, read through its stamps: of the steps, of draft-extend
+DISPATCH = {
+    "flashinfer": ("generic 4", "generic 4"),
+    "cutedsl_mla": ("triton 4", "trtllm_mla 4"),
+    "trtllm_mla": ("trtllm_mla 4", "trtllm_mla 4"),
+    "nsa": ("dsa 2", "dsa 2"),
+    "hybrid_linear_attn": ("generic 4", "generic 4"),
+    "fa4": ("fa4 1", "fa4 1"),
+    "native": ("native 4", "native 4"),
+}
+
+
+@pytest.mark.parametrize("name", DISPATCH)
+def test_a_drafts_forms_are_chosen_by_its_stamps_not_by_the_targets_names(name):
+    config = config_of(draft_backend=name, prefill_backend="ascend", decode_backend="ascend")
+    target = HybridPair(prefill="ascend", decode="ascend")
+    container, extend = create_decode_backend(config), create_draft_extend_backend(config)
+    assert container is not None
+    of_steps, of_extend = DISPATCH[name]
+    for backend, mode, row in (
+        *((step, ForwardMode.DECODE, of_steps) for step in (container, *container.steps)),
+        (extend, ForwardMode.DRAFT_EXTEND_V2, of_extend),
+    ):
+        facts = facts_from(backend, SimpleNamespace(forward_mode=mode, seq_lens_cpu=[9]), configured=target)
+        assert explain(facts.policy, facts).rows[0].label == row
 
 
 def test_texts_of_the_refusals():
