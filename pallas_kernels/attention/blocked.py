@@ -194,7 +194,7 @@ def _weighted(weights, v, q_type, config: Config):
 
 def _product_type(query, stored):
     # fp8 and int8 fit exactly in any 16-bit float that queries have (e5m2 and e4m3 in float16, int8 in bfloat16)
-    kind = query if stored.itemsize == 1 else jnp.promote_types(query, stored)
+    kind = query if stored.itemsize == 1 or stored == query else jnp.dtype(jnp.float32)  # float32 holds any mix
     return kind, lax.Precision.HIGHEST if kind == jnp.float32 else None
 
 
