@@ -43,7 +43,7 @@ def find(tokens: jax.Array, num_known: jax.Array) -> tuple[jax.Array, jax.Array]
     for back in range(MAX_MATCH):
         last = jnp.take_along_axis(tokens, num_known[:, None] - 1 - back, axis=1, mode="clip")
         shifted = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, :width]
-        alive &= (shifted == last) & (ends >= back) & (num_known[:, None] > back)
+        alive &= shifted == last  # what lies before the text is -1, which no token is
         matched += alive.astype(jnp.int32)
     score = jnp.where(matched > 0, matched * width + ends, -1)
     best = jnp.argmax(score, axis=1).astype(jnp.int32)

@@ -17,7 +17,7 @@ from jattn.plan import rows_of
 
 SEQS, WIDTH, ROWS = 4, 6, 24  # one shape for all drawn plans, so that few programs are compiled
 PAGE_SIZES = (1, 4, 256)
-DRAWN = settings(max_examples=40, deadline=None, derandomize=True)
+DRAWN = settings(max_examples=40)
 
 
 @functools.cache

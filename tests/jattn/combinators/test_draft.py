@@ -1,0 +1,43 @@
+"""Law: a scan equals a loop, whatever is carried."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn.combinators.draft import draft
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """A made-up drafter: a linear congruence a request, and a cache that each step writes."""
+
+    token: jax.Array  # i32[seqs]
+    cache: jax.Array  # f32[seqs, steps]
+    at: jax.Array  # i32[]
+
+
+def step(chain: Chain):
+    token = (chain.token * 13 + 5) % 101
+    cache = chain.cache.at[:, chain.at].set(token.astype(jnp.float32) / 3)
+    return Chain(token, cache, chain.at + 1), token
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 7])
+def test_a_drafting_scan_equals_a_loop(num_steps):
+    start = Chain(jnp.array([3, 50, 99], jnp.int32), jnp.zeros((3, 7)), jnp.int32(0))
+    state, tokens = jax.jit(lambda chain: draft(step, chain, num_steps=num_steps))(start)
+    want, rows = start, []
+    for _ in range(num_steps):
+        want, token = step(want)
+        rows.append(np.asarray(token))
+    np.testing.assert_array_equal(tokens, np.array(rows, np.int32).reshape(num_steps, 3).T)
+    jax.tree.map(np.testing.assert_array_equal, state, want)
+
+
+def test_tokens_of_a_request_are_a_row():
+    _, tokens = draft(lambda n: (n + 1, n), jnp.array([10, 20], jnp.int32), num_steps=3)
+    assert tokens.tolist() == [[10, 11, 12], [20, 21, 22]]
