@@ -1,5 +1,7 @@
 """Attention for LLM serving in JAX: paged kernels behind one door, dispatch as tables, speculation inside jit."""
 
+from typing import TYPE_CHECKING
+
 from jattn.attend import apply_sinks, attend, merge_states, write_attend, write_kv
 from jattn.cache import MLACache, PagedKV, RaggedKV
 from jattn.features import Feature
@@ -7,6 +9,9 @@ from jattn.modes import ForwardMode
 from jattn.plan import Plan, Tree, make_plan
 from jattn.resolve import Choice, NoBackendError, resolve
 from jattn.spec import AttnSpec, MLASpec
+
+if TYPE_CHECKING:
+    from jattn.serving.generate import generate
 
 __all__ = [
     "AttnSpec",

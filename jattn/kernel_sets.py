@@ -11,7 +11,6 @@ import pallas_kernels.attention.xla as attention_xla
 import pallas_kernels.kv_write.xla as kv_write_xla
 import pallas_kernels.merge_states.mosaic_gpu_sm90 as merge_sm90
 import pallas_kernels.merge_states.xla as merge_xla
-
 from jattn.features import Feature
 
 

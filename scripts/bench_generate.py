@@ -47,28 +47,36 @@ def main() -> None:
     """Run every arm, print the table, write JSON and a plot under scripts/results."""
     args = _arguments()
     loaded = load(Options(dtype="float32"))
-    repeat = [f"Repeat the following text word for word, then repeat it again:\n\n{p}" for p in PASSAGES]
-    plain = [
-        f"Tell me about {topic}." for topic in ("rivers", "glass", "bread", "the moon", "maps", "salt", "ants", "ink")
-    ]
-    arms = {
-        "no draft, batch 1": _Arm(loaded, plain[:2], draft="none", tokens=args.tokens),
-        "no draft, batch 8": _Arm(loaded, plain, draft="none", tokens=args.tokens, batch=8),
-        "repeat, no draft": _Arm(loaded, repeat, draft="none", tokens=args.tokens),
-        "repeat, n-gram": _Arm(loaded, repeat, draft="ngram", tokens=args.tokens),
+    prompts = {
+        "plain": [
+            f"Tell me about {x}." for x in ("rivers", "glass", "bread", "maps", "salt", "ants", "ink", "the moon")
+        ],
+        "repeat": [f"Repeat the following text word for word, then repeat it again:\n\n{p}" for p in PASSAGES],
     }
     if args.mt_bench:
-        turns = [json.loads(line)["turns"][0] for line in args.mt_bench.read_text().splitlines()[:10]]
-        for draft, name in (("none", "no draft"), ("ngram", "n-gram")):
-            arms[f"MT-Bench, {name}"] = _Arm(loaded, turns, draft=draft, tokens=args.tokens, max_context=1024)
+        lines = args.mt_bench.read_text(encoding="utf-8").splitlines()[:10]
+        prompts["MT-Bench"] = [json.loads(line)["turns"][0] for line in lines]
+    engines = {  # arms that run the same programs share them
+        (draft, batch): _Engine(loaded, prompts, draft=draft, tokens=args.tokens, batch=batch)
+        for draft, batch in (("none", 1), ("none", 8), ("ngram", 1))
+    }
+    arms = {
+        "no draft, batch 1": (engines["none", 1], "plain"),
+        "no draft, batch 8": (engines["none", 8], "plain"),
+        "repeat, no draft": (engines["none", 1], "repeat"),
+        "repeat, n-gram": (engines["ngram", 1], "repeat"),
+    }
+    if args.mt_bench:
+        arms["MT-Bench, no draft"] = (engines["none", 1], "MT-Bench")
+        arms["MT-Bench, n-gram"] = (engines["ngram", 1], "MT-Bench")
     rates: dict[str, list[float]] = {name: [] for name in arms}
     accepts: dict[str, float] = {}
     for _ in range(args.repeats):
-        for name, arm in arms.items():
-            rate, accepts[name] = arm.run()
+        for name, (engine, kind) in arms.items():
+            rate, accepts[name] = engine.run(kind)
             rates[name].append(rate)
             print(f"{name}: {rate:.1f} tokens/s, {accepts[name]:.2f} tokens a step", file=sys.stderr)
-    torch = _torch(args, plain) if args.torch_python else {}
+    torch = _torch(args, prompts["plain"]) if args.torch_python else {}
     report = _report(args, {k: statistics.median(v) for k, v in rates.items()}, rates, accepts, torch, loaded)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "generate_cpu.json").write_text(json.dumps(report, indent=1) + "\n")
@@ -76,29 +84,33 @@ def main() -> None:
     _print(report)
 
 
-class _Arm:
-    """One kind of run; programs are compiled once, before any timing."""
+class _Engine:
+    """One compiled engine with every prompt encoded; programs are compiled and warmed before any timing."""
 
-    def __init__(
-        self, loaded: LoadedModel, prompts, *, draft: str, tokens: int, batch: int = 1, max_context: int = 512
-    ):
-        self.options = Options(
-            draft=draft, max_new_tokens=tokens, ignore_eos=True, chat=True, max_batch=batch, max_context=max_context
+    def __init__(self, loaded: LoadedModel, prompts: dict[str, list[str]], *, draft: str, tokens: int, batch: int):
+        options = Options(
+            draft=draft, max_new_tokens=tokens, ignore_eos=True, chat=True, max_batch=batch, max_context=1024
         )
-        self.session = Session(loaded, prompts, self.options)
-        for _ in self.session.stream():  # warm-up, and the end of the queue
-            pass
+        session = Session(loaded, [text for texts in prompts.values() for text in texts], options)
+        self._engine = session.engine
+        requests = iter(sequence.request for sequence in session.sequences)
+        self._requests = {kind: [next(requests) for _ in texts] for kind, texts in prompts.items()}
+        for sequence in session.sequences[batch:]:  # the warm-up serves one batch
+            self._engine.scheduler.waiting.remove(sequence)
+        self._serve()
 
-    def run(self) -> tuple[float, float]:
-        """(tokens/s of decoding and prefill together, tokens a target step)."""
-        engine = self.session.engine
+    def run(self, kind: str) -> tuple[float, float]:
+        """(new tokens a second, prefill included; tokens a target step) over the prompts of a kind."""
         start = time.perf_counter()
-        sequences = [engine.submit(sequence.request) for sequence in self.session.sequences]
-        for _ in engine.run():
-            pass
+        sequences = [self._engine.submit(request) for request in self._requests[kind]]
+        self._serve()
         elapsed = time.perf_counter() - start
         kept, rounds = (sum(getattr(s, field) for s in sequences) for field in ("num_round_tokens", "num_rounds"))
         return sum(len(s.new_ids) for s in sequences) / elapsed, kept / rounds
+
+    def _serve(self) -> None:
+        for _ in self._engine.run():
+            pass
 
 
 def _torch(args, prompts) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ README = Path(__file__).parents[1] / "README.md"
 def test_the_flax_module_of_the_readme_runs_in_jit_and_decodes_like_prefill():
     source = re.search(r"runs this -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert source
-    scope = dict(nnx=nnx, AttnSpec=AttnSpec, jattn=jattn, split_heads=split_heads, rope=rope)
+    scope: dict[str, Any] = dict(nnx=nnx, AttnSpec=AttnSpec, jattn=jattn, split_heads=split_heads, rope=rope)
     exec(source[1], scope)  # noqa: S102  (our own text)
     layer = scope["Attn"](32, 4, 2, 8, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (7, 32))

@@ -7,6 +7,7 @@ from tiny_gguf import Q, llama_parts
 
 import jattn
 from jattn.cli import main
+from jattn.platforms import PLATFORMS
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +168,7 @@ def test_a_model_that_is_missing_or_cut_is_one_sentence(capsys, model, tmp_path)
 def test_platforms_prints_every_row_and_evidence(capsys):
     status, out, _ = run(capsys, "platforms")
     assert status == 0
-    for name in jattn.platforms.PLATFORMS:
+    for name in PLATFORMS:
         assert name in out
     assert "declared" in out and "measured" in out
 
