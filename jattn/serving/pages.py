@@ -26,11 +26,11 @@ class PageAllocator:
 
     def grow(self, owner: object, num_pages: int) -> bool:
         """Make `owner` hold at least `num_pages`. False, and nothing changed, if too few are free."""
-        held = self._owned.setdefault(owner, [])
+        held = self.owned(owner)
         missing = num_pages - len(held)
         if missing > len(self._free):
             return False
-        held.extend(self._free.pop() for _ in range(missing))
+        self._owned[owner] = [*held, *(self._free.pop() for _ in range(missing))]
         return True
 
     def release(self, owner: object) -> None:

@@ -16,7 +16,7 @@ def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     lse = jnp.where(lse == jnp.inf, -jnp.inf, lse.astype(jnp.float32))
     top = jnp.max(lse, axis=0)
     safe = jnp.where(top == -jnp.inf, 0.0, top)  # all empty: exp(-inf - 0) = 0, not NaN
-    weights = jnp.exp(lse - safe)
+    weights = jnp.exp(lse - safe[None])
     total = jnp.sum(weights, axis=0)
     seen = total > 0
     parts = jnp.where(weights[..., None] > 0, out.astype(jnp.float32), 0.0)  # an empty part may hold anything
