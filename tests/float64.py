@@ -1,5 +1,6 @@
 """Attention of one request in NumPy float64, written from the definition: what the door must compute."""
-# pyright: reportArgumentType=false, reportOptionalSubscript=false  (rows of settings are passed on as mappings)
+# Settings are passed on as mappings, which the checker cannot follow.
+# pyright: reportArgumentType=false, reportOptionalSubscript=false, reportCallIssue=false
 
 import numpy as np
 

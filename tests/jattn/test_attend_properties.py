@@ -1,5 +1,6 @@
 """The door against a float64 oracle, over drawn ragged batches in caches full of poison."""
-# pyright: reportArgumentType=false, reportOptionalSubscript=false  (rows of settings are passed on as mappings)
+# Settings are passed on as mappings, which the checker cannot follow.
+# pyright: reportArgumentType=false, reportOptionalSubscript=false, reportCallIssue=false
 
 import dataclasses
 import functools
