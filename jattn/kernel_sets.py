@@ -5,7 +5,11 @@ A row without a function is *declared*: its place in the order is decided, its c
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 
 import pallas_kernels.attention.xla as attention_xla
 import pallas_kernels.kv_write.xla as kv_write_xla
@@ -30,6 +34,12 @@ class KernelRow:
         return f"{self.set}/{self.op}"
 
 
+def _merge_sm90(out, lse):
+    # the Pallas interpreter stands in on a CPU, so that this path is testable without the device
+    interpreted = functools.partial(merge_sm90.merge_states, interpret=plgpu.InterpretGPUParams())
+    return jax.lax.platform_dependent(out, lse, cpu=interpreted, default=merge_sm90.merge_states)
+
+
 _BASE = frozenset({Feature.PAGED, Feature.CAUSAL, Feature.LSE})
 _MODEL = frozenset({Feature.WINDOW, Feature.SOFT_CAP, Feature.SINKS, Feature.UNEQUAL_HEAD_DIMS})
 _KV = frozenset({Feature.FP8_KV, Feature.INT8_KV, Feature.TOKEN_SCALES})
@@ -38,7 +48,7 @@ _ALL_MHA = _BASE | _MODEL | _KV | {Feature.RAGGED, Feature.FULL, Feature.TREE}
 KERNELS: tuple[KernelRow, ...] = (
     KernelRow(set="hopper", op="attend", provides=_BASE | _MODEL | {Feature.TREE, Feature.FP8_KV}),
     KernelRow(set="hopper", op="write_kv", provides=_ALL_MHA),
-    KernelRow(set="hopper", op="merge_states", provides=_ALL_MHA, function=merge_sm90.merge_states),
+    KernelRow(set="hopper", op="merge_states", provides=_ALL_MHA, function=_merge_sm90),
     KernelRow(set="gpu", op="attend", provides=_BASE | _MODEL | {Feature.TREE, Feature.FP8_KV}),
     KernelRow(set="gpu", op="write_kv", provides=_ALL_MHA),
     KernelRow(set="gpu", op="merge_states", provides=_ALL_MHA),
