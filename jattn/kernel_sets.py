@@ -8,7 +8,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
 import pallas_kernels.attention.xla as attention_xla
@@ -27,6 +26,7 @@ class KernelRow:
     provides: frozenset[Feature]
     function: Callable | None = None  # None: declared
     ragged: Callable | None = None  # "attend" only: the same over packed keys
+    interpreted: Callable | None = None  # stands in on a CPU, where a Pallas kernel for a GPU cannot run
 
     @property
     def name(self) -> str:
@@ -34,21 +34,23 @@ class KernelRow:
         return f"{self.set}/{self.op}"
 
 
-def _merge_sm90(out, lse):
-    # the Pallas interpreter stands in on a CPU, so that this path is testable without the device
-    interpreted = functools.partial(merge_sm90.merge_states, interpret=plgpu.InterpretGPUParams())
-    return jax.lax.platform_dependent(out, lse, cpu=interpreted, default=merge_sm90.merge_states)
-
-
 _BASE = frozenset({Feature.PAGED, Feature.CAUSAL, Feature.LSE})
 _MODEL = frozenset({Feature.WINDOW, Feature.SOFT_CAP, Feature.SINKS, Feature.UNEQUAL_HEAD_DIMS})
 _KV = frozenset({Feature.FP8_KV, Feature.INT8_KV, Feature.TOKEN_SCALES})
 _ALL_MHA = _BASE | _MODEL | _KV | {Feature.RAGGED, Feature.FULL, Feature.TREE}
 
+_INTERPRETED_MERGE = functools.partial(merge_sm90.merge_states, interpret=plgpu.InterpretGPUParams())
+
 KERNELS: tuple[KernelRow, ...] = (
     KernelRow(set="hopper", op="attend", provides=_BASE | _MODEL | {Feature.TREE, Feature.FP8_KV}),
     KernelRow(set="hopper", op="write_kv", provides=_ALL_MHA),
-    KernelRow(set="hopper", op="merge_states", provides=_ALL_MHA, function=_merge_sm90),
+    KernelRow(
+        set="hopper",
+        op="merge_states",
+        provides=_ALL_MHA,
+        function=merge_sm90.merge_states,
+        interpreted=functools.partial(merge_sm90.merge_states, interpret=plgpu.InterpretGPUParams()),
+    ),
     KernelRow(set="gpu", op="attend", provides=_BASE | _MODEL | {Feature.TREE, Feature.FP8_KV}),
     KernelRow(set="gpu", op="write_kv", provides=_ALL_MHA),
     KernelRow(set="gpu", op="merge_states", provides=_ALL_MHA),

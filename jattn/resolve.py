@@ -24,6 +24,7 @@ class Choice:
     needs: frozenset[Feature]
     rows: tuple[KernelRow, ...]  # one an op, in the order of OPS
     skipped: tuple[str, ...]  # one sentence for each row passed over
+    interpret: bool = False  # on a CPU, where Pallas kernels of a GPU set are interpreted
     num_splits: int = 1  # parts of the keys attended apart and merged
 
     def row(self, op: str) -> KernelRow:
@@ -35,7 +36,7 @@ class Choice:
         row = self.row(op)
         if row.function is None:
             raise NoBackendError(f"{row.name} is declared, not written yet: resolve without include_declared")
-        return row.function
+        return row.interpreted if self.interpret and row.interpreted is not None else row.function
 
 
 def resolve(
@@ -141,6 +142,7 @@ def _choose(policy, preference, platform, needs, include_declared, prefer, num_s
         rows=tuple(rows),
         skipped=tuple(skipped),
         num_splits=num_splits,
+        interpret=platform.is_cpu,
     )
 
 
