@@ -6,7 +6,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
-from jattn.spec import KV_DTYPES, AttnSpec, MLASpec
+from jattn.spec import KV_DTYPES, AttnSpec, MLASpec, check_page_size
 
 _INT32_ROWS = 2**31 - 1
 
@@ -113,8 +113,7 @@ class MLACache:
 
 
 def _check_pool(num_layers: int, num_pages: int, page_size: int) -> None:
-    if not 1 <= page_size <= 256:
-        raise ValueError(f"page_size={page_size}: want 1 to 256")
+    check_page_size(page_size)
     if num_layers < 1 or num_pages < 1:
         raise ValueError(f"num_layers={num_layers}, num_pages={num_pages}: want at least 1 of each")
     rows = num_layers * num_pages * page_size

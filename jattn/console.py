@@ -7,7 +7,7 @@ import rich.console
 import rich.progress
 import rich.table
 
-from jattn.kernel_sets import KERNELS, OPS
+from jattn.kernel_sets import OPS, candidates
 from jattn.platforms import Evidence, Platform
 
 
@@ -63,7 +63,7 @@ def platform_table(platforms: Mapping[str, Platform]) -> rich.table.Table:
 
 
 def _evidence(platform: Platform, op: str) -> str:
-    rows = [row for name in platform.kernel_sets for row in KERNELS if row.set == name and row.op == op]
+    rows = candidates(op, platform.kernel_sets)
     return ", ".join(f"{row.set} {platform.evidence.get(row.name, Evidence.DECLARED)}" for row in rows)
 
 

@@ -39,8 +39,6 @@ _MODEL = frozenset({Feature.WINDOW, Feature.SOFT_CAP, Feature.SINKS, Feature.UNE
 _KV = frozenset({Feature.FP8_KV, Feature.INT8_KV, Feature.TOKEN_SCALES})
 _ALL_MHA = _BASE | _MODEL | _KV | {Feature.RAGGED, Feature.FULL, Feature.TREE}
 
-_INTERPRETED_MERGE = functools.partial(merge_sm90.merge_states, interpret=plgpu.InterpretGPUParams())
-
 KERNELS: tuple[KernelRow, ...] = (
     KernelRow(set="hopper", op="attend", provides=_BASE | _MODEL | {Feature.TREE, Feature.FP8_KV}),
     KernelRow(set="hopper", op="write_kv", provides=_ALL_MHA),
@@ -68,3 +66,8 @@ KERNELS: tuple[KernelRow, ...] = (
     KernelRow(set="xla", op="merge_states", provides=_ALL_MHA, function=merge_xla.merge_states),
 )
 OPS = ("attend", "write_kv", "merge_states")
+
+
+def candidates(op: str, sets: tuple[str, ...]) -> list[KernelRow]:
+    """Rows of an op in the order of `sets`, then of the table."""
+    return [row for name in sets for row in KERNELS if row.set == name and row.op == op]

@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jattn.modes import ForwardMode
+from jattn.spec import check_page_size
 
 Ints = jax.Array | np.ndarray | Sequence  # integers, on the host or traced
 
@@ -184,8 +185,7 @@ def _checked(tree: Tree, *, num_tokens: int, num_seqs: int) -> Tree:
 
 
 def _check_shapes(seq_lens, q_lens, page_table, page_size) -> None:
-    if not 1 <= page_size <= 256:
-        raise ValueError(f"page_size={page_size}: want 1 to 256")
+    check_page_size(page_size)
     shapes = tuple(np.shape(x) for x in (seq_lens, q_lens, page_table))
     if len(shapes[2]) != 2 or any(s != shapes[2][:1] for s in shapes[:2]):
         raise ValueError(

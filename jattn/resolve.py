@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from jattn.backends import BackendPolicy, policy_named
 from jattn.features import Feature
-from jattn.kernel_sets import KERNELS, OPS, KernelRow
+from jattn.kernel_sets import KERNELS, OPS, KernelRow, candidates
 from jattn.platforms import Platform, detect, platform_named
-from jattn.spec import AttnSpec, MLASpec
+from jattn.spec import AttnSpec, MLASpec, check_page_size
 
 
 class NoBackendError(ValueError):
@@ -94,13 +94,14 @@ def check_policy(rules: BackendPolicy, spec: AttnSpec | MLASpec, *, page_size: i
 
 def _check_sizes(rules: BackendPolicy, is_mla: bool, page_size: int | None, topk: int | None) -> None:
     name, sizes, widest = rules.name, rules.legal_page_sizes(is_mla=is_mla), rules.legal_topk(is_mla=is_mla)
-    if page_size is not None and page_size not in (range(1, 257) if sizes is None else sizes):
+    if page_size is not None:
         if sizes is None:
-            raise ValueError(f"page_size={page_size}: want 1 to 256")
-        legal = ", ".join(map(str, sorted(sizes)))
-        raise ValueError(
-            f"page_size={page_size} is not legal under policy {name!r}: want one of {legal}, or use 'native'"
-        )
+            check_page_size(page_size)
+        elif page_size not in sizes:
+            legal = ", ".join(map(str, sorted(sizes)))
+            raise ValueError(
+                f"page_size={page_size} is not legal under policy {name!r}: want one of {legal}, or use 'native'"
+            )
     if topk is None:
         return
     if topk < 0:
@@ -148,8 +149,7 @@ def _choose(policy, preference, platform, needs, include_declared, prefer, num_s
 
 def _first(op, order, platform, needs, include_declared) -> tuple[KernelRow | None, list[str]]:
     reasons = []
-    candidates = [row for name in order for row in KERNELS if row.set == name and row.op == op]
-    for row in candidates:
+    for row in candidates(op, order):
         missing = sorted(needs - row.provides)
         if missing:
             reasons.append(f"{row.name} lacks {', '.join(missing)}")

@@ -18,6 +18,12 @@ KV_DTYPES = {
 _QUANTISED = {"fp8_e4m3": Feature.FP8_KV, "fp8_e5m2": Feature.FP8_KV, "int8": Feature.INT8_KV}
 
 
+def check_page_size(page_size: int) -> None:
+    """Refuse a page size that no cache here has. Raises ValueError with the value and the rule."""
+    if not 1 <= page_size <= 256:
+        raise ValueError(f"page_size={page_size}: want 1 to 256")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttnSpec:
     """One MHA/GQA layer.

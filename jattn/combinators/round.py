@@ -26,7 +26,7 @@ def decode_round(
     active = state.decoding
     num_known = state.seq_lens + 1
     drafts, match_len, take, index = _propose(state, active, num_known, num_steps, shapes)
-    branches = [functools.partial(_run, model, rows=v.rows, max_q_len=v.max_q_len, sampled=sampled) for v in shapes]
+    branches = [functools.partial(verify, model, rows=v.rows, max_q_len=v.max_q_len, sampled=sampled) for v in shapes]
     cache, targets = jax.lax.switch(index, [*branches, _idle], state, drafts, take)
     accepted = accepted_lens(drafts, take, targets)
     counts, status = finish(targets, jnp.where(active, accepted + 1, 0), num_known, state.limits, state.stop_ids)
@@ -61,10 +61,6 @@ def _propose(state: DecodeState, active, num_known, num_steps: int, shapes):
     chance = budget.accept_chance(state.draft, match_len)
     take, index = budget.choose(chance, room, active, num_steps=num_steps, shapes=shapes)
     return drafts, match_len, take, index
-
-
-def _run(model, state, drafts, take, **static):
-    return verify(model, state, drafts, take, **static)
 
 
 def _idle(state, drafts, take):

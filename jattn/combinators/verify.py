@@ -24,7 +24,7 @@ def verify(
 
     Args: drafts: i32[seqs, steps]. take: i32[seqs], at most max_q_len - 1. rows, max_q_len: static shape.
       sampled: False when every request is greedy.
-    Returns: the cache with these rows written, and i32[seqs, max(steps, 1) + 1]: the target's token after each row.
+    Returns: the cache with these rows written, and i32[seqs, steps + 1]: the target's token after each row.
     """
     q_lens = jnp.where(state.decoding, 1 + take, 0)
     lens = jnp.where(state.decoding, state.seq_lens + q_lens, 0)

@@ -17,7 +17,7 @@ from jattn.models.load import build_llama
 from jattn.platforms import Platform, detect, platform_named
 from jattn.resolve import resolve
 from jattn.serving.request import Request
-from jattn.spec import KV_DTYPES
+from jattn.spec import KV_DTYPES, check_page_size
 
 DRAFTS = ("none", "ngram")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -67,8 +67,8 @@ class Options:
             raise ValueError(f"dtype {self.dtype!r} is unknown: want one of {', '.join(DTYPES)}")
         if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPES:
             raise ValueError(f"kv_dtype {self.kv_dtype!r} is unknown: want one of {', '.join(KV_DTYPES)}")
-        if self.page_size is not None and not 1 <= self.page_size <= 256:
-            raise ValueError(f"page_size={self.page_size}: want 1 to 256")
+        if self.page_size is not None:
+            check_page_size(self.page_size)
         for field in ("max_context", "num_pages", "max_batch"):
             value = getattr(self, field)
             if value is not None and value < 1:

@@ -99,8 +99,7 @@ class Scheduler:
     def next_chunk(self, max_rows: int) -> list[int]:
         """Prompt tokens to prefill now, by slot, at most `max_rows` in all; all 0 when no slot prefills."""
         q_lens, room = [0] * len(self.slots), max_rows
-        running = sorted((s for s in self.slots if s), key=lambda s: s.index)
-        for sequence in running:
+        for sequence in self._running():
             take = min(room, sequence.prefill_len - sequence.num_prefilled)
             q_lens[sequence.slot] = take
             sequence.num_prefilled += take
@@ -109,14 +108,12 @@ class Scheduler:
 
     def waiting_for_prefill(self) -> int:
         """Prompt tokens that running slots have not dispatched yet."""
-        return sum(s.prefill_len - s.num_prefilled for s in self.slots if s)
+        return sum(s.prefill_len - s.num_prefilled for s in self._running())
 
     def short_of_pages(self) -> Sequence | None:
         """Reserve the pages that the next round may write. Returns the request that must give way, None if all fit."""
-        for sequence in sorted((s for s in self.slots if s), key=lambda s: s.index):
-            if not self._reserve(sequence, sequence.num_known):
-                return max((s for s in self.slots if s), key=lambda s: s.index)
-        return None
+        running = self._running()
+        return running[-1] if any(not self._reserve(s, s.num_known) for s in running) else None
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a request back whole: pages freed, at the head of the queue with what it has generated."""
@@ -128,6 +125,10 @@ class Scheduler:
         self.slots[sequence.slot] = None
         sequence.slot = NOT_RUNNING
         self.pages.release(sequence)
+
+    def _running(self) -> list[Sequence]:
+        """Requests that hold a slot, oldest first."""
+        return sorted((s for s in self.slots if s), key=lambda s: s.index)
 
     def _reserve(self, sequence: Sequence, num_known: int) -> bool:
         most = min(num_known + self.rows_in_flight, self.limit_of(sequence))
