@@ -1,56 +1,64 @@
-"""The conditions that rules name, each a small function of the policy's name and the facts.
+"""The conditions that rules name: of the policy's name and the static facts, or questions about the sums.
 
-A condition on the two sums is a bool on the host and an array inside jit; every other one is a bool.
+A condition is a bool. A question is left open until the sums are known: a bool on the host, an array inside jit.
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jattn.dispatch.facts import DispatchFacts
+from jattn.dispatch.facts import DispatchFacts, StaticFacts
 from jattn.dispatch.interpreter import Truth, with_negations
 
 _ONE_SHOT = ("fa3", "flashinfer", "flashmla")
 _READS_RAGGED = ("flashinfer", "flashmla")
-_INT32_MAX = 2**31 - 1
+_UINT32_MAX = 2**32 - 1
 
 
-def _prefix(facts: DispatchFacts) -> int | jax.Array:
-    """Prefix tokens; unknown counts as none, as in the original's generic and trtllm rules."""
-    return 0 if facts.sum_prefix_lens is None else facts.sum_prefix_lens
+class Sums(NamedTuple):
+    """What questions are about, in tokens: integers on the host, u32 inside jit. A sum that is not known counts as 0,
+    as in the original's generic and trtllm rules."""
 
+    prefix: Any
+    total: Any
+    threshold: Any  # prefix tokens from which expanding pays
+    capacity: Any  # tokens that may be expanded at once
+    expansion: Any  # 1024 x requests, see `_expanding_is_cheaper`
 
-def _strict_prefix(facts: DispatchFacts) -> int | jax.Array:
-    if facts.sum_prefix_lens is None:
-        raise TypeError(
-            "sum_prefix_lens is None in a non-speculative extend: triton's rules sum the prefix lengths, so give "
-            "DispatchFacts(sum_prefix_lens=...), 0 where nothing is cached"
+    @classmethod
+    def of(cls, facts: DispatchFacts) -> "Sums":
+        """The sums as they are, 0 for None."""
+        prefix, total = facts.sum_prefix_lens, facts.sum_seq_lens
+        return cls(
+            0 if prefix is None else prefix,
+            0 if total is None else total,
+            facts.chunked_prefix_threshold,
+            facts.max_chunk_capacity,
+            1024 * facts.batch_size,
         )
-    return facts.sum_prefix_lens
+
+    def as_u32(self) -> "Sums":
+        """The limits as u32, cut where they are larger: no sum in i32 reaches the cut, so comparisons stay exact."""
+        limits = (np.uint32(min(limit, _UINT32_MAX)) for limit in self[2:])
+        return Sums(*self[:2], *limits)
 
 
-def _fits(facts: DispatchFacts) -> Truth:
-    """Every token fits at once; unknown counts as none."""
-    total = 0 if facts.sum_seq_lens is None else facts.sum_seq_lens
-    return total <= min(facts.max_chunk_capacity, _INT32_MAX)
-
-
-def _expanding_is_cheaper(facts: DispatchFacts) -> Truth:
+def _expanding_is_cheaper(sums: Sums) -> Truth:
     """Fewer multiplications in the expanded form than in the absorbed one.
 
     For q fresh and p cached tokens a request, absorbed less expanded is 1536 (q p + q^2 / 2) - 262144 p a head: 1536 =
     2176 - 640 for each query-key pair, 262144 for each cached row that is expanded. With sums Q and P spread evenly
-    over B requests that is 3 Q (2 P + Q) > 1024 P B.
+    over B requests that is 3 Q (2 P + Q) > 1024 P B. Inside jit exact up to 1.4e9 tokens and 4e6 requests.
     """
-    p, s = facts.sum_prefix_lens, facts.sum_seq_lens
-    assert p is not None and s is not None  # rules test "sums known" first
-    if isinstance(p, jax.Array) or isinstance(s, jax.Array):
-        p, s = jnp.asarray(p, jnp.uint32), jnp.asarray(s, jnp.uint32)
-        q = jnp.where(s > p, s - p, jnp.uint32(0))
-        return _exceeds((3 * q, 2 * p + q), (p, jnp.uint32(1024 * facts.batch_size)))
-    q = max(s - p, 0)
-    return 3 * q * (2 * p + q) > 1024 * p * facts.batch_size
+    p, s = sums.prefix, sums.total
+    if isinstance(p, int):
+        q = max(s - p, 0)
+        return 3 * q * (2 * p + q) > p * sums.expansion
+    q = jnp.where(s > p, s - p, jnp.uint32(0))
+    return _exceeds((3 * q, 2 * p + q), (p, sums.expansion))
 
 
 def _exceeds(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -67,13 +75,26 @@ def _product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return a_high * b_high + (cross >> 16) + (cross_low >> 16), (cross_low << 16) | (low & 0xFFFF)
 
 
-_PLAIN: dict[str, Callable[[str | None, DispatchFacts], Truth]] = {
+def _must_know_prefix(name: str | None, facts: StaticFacts) -> None:
+    if not facts.prefix_known:
+        raise TypeError(
+            "sum_prefix_lens is None in a non-speculative extend: triton's rules sum the prefix lengths, so give "
+            "DispatchFacts(sum_prefix_lens=...), 0 where nothing is cached"
+        )
+
+
+_QUESTIONS: dict[str, Callable[[Sums], Truth]] = {
+    "no prefix": lambda sums: sums.prefix == 0,
+    "no prefix, which must be known": lambda sums: sums.prefix == 0,
+    "prefix reaches the threshold": lambda sums: sums.prefix >= sums.threshold,
+    "all tokens fit the capacity": lambda sums: sums.total <= sums.capacity,
+    "expanding is cheaper": _expanding_is_cheaper,
+}
+_STATIC: dict[str, Callable[[str | None, StaticFacts], bool | None]] = {
+    **dict.fromkeys(_QUESTIONS, lambda name, f: None),  # open
+    "no prefix, which must be known": _must_know_prefix,
     "non-speculative extend": lambda name, f: f.mode.is_extend_without_speculative(),
     "decode": lambda name, f: f.mode.is_decode(),
-    "no prefix": lambda name, f: _prefix(f) == 0,
-    "no prefix, which must be known": lambda name, f: _strict_prefix(f) == 0,
-    "prefix reaches the threshold": lambda name, f: _prefix(f) >= min(f.chunked_prefix_threshold, _INT32_MAX),
-    "all tokens fit the capacity": lambda name, f: _fits(f),
     "one-shot backend": lambda name, f: name in _ONE_SHOT,
     "backend with a ragged switch": lambda name, f: name in _READS_RAGGED,
     "aiter": lambda name, f: name == "aiter",
@@ -89,12 +110,12 @@ _PLAIN: dict[str, Callable[[str | None, DispatchFacts], Truth]] = {
     "fused decode": lambda name, f: f.rocm_fused_decode,
     "fused qkv_a": lambda name, f: f.fused_qkv_a,
     "AMX": lambda name, f: f.amx,
-    "DSA model": lambda name, f: bool(f.dsa_model),
+    "DSA model": lambda name, f: f.dsa_model,
     "DSA planned dense": lambda name, f: f.dsa_use_mha,
     "SM100 or SM110": lambda name, f: f.sm100_or_sm110,
     "dense fp8 on gfx95": lambda name, f: f.fp8_gfx95_dense,
-    "prefix known": lambda name, f: f.sum_prefix_lens is not None,
-    "sums known": lambda name, f: f.sum_prefix_lens is not None and f.sum_seq_lens is not None,
-    "expanding is cheaper": lambda name, f: _expanding_is_cheaper(f),
+    "prefix known": lambda name, f: f.prefix_known,
+    "sums known": lambda name, f: f.prefix_known and f.total_known,
 }
-CONDITIONS = with_negations(_PLAIN)
+QUESTIONS = with_negations(_QUESTIONS)
+CONDITIONS = with_negations(_STATIC)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+from collections import namedtuple
 
 import jax
 from jax.core import Tracer
@@ -52,6 +53,18 @@ jax.tree_util.register_dataclass(
     data_fields=list(_TRACED),
     meta_fields=[field.name for field in dataclasses.fields(DispatchFacts) if field.name not in _TRACED],
 )
+
+_FLAGS = [field.name for field in dataclasses.fields(DispatchFacts) if field.type in (bool, bool | None)]
+_flags_of = operator.attrgetter(*_FLAGS)
+
+# What is known of a pass before its sums: a hashable record of plain truths.
+StaticFacts = namedtuple("StaticFacts", ["mode", "prefix_known", "total_known", *_FLAGS])
+
+
+def static_facts(facts: DispatchFacts) -> StaticFacts:
+    """The part that picks a program. A flag that is None is False."""
+    known = facts.sum_prefix_lens is not None, facts.sum_seq_lens is not None
+    return StaticFacts(facts.mode, *known, *map(bool, _flags_of(facts)))
 
 
 def host_facts(facts: DispatchFacts) -> DispatchFacts:

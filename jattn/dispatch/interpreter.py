@@ -1,13 +1,13 @@
-"""Reads tables of rules. Host and traced decisions go through the same lines: a condition is a bool or an array."""
+"""Reads tables of rules: static facts are settled first, and what is left asks about sums only.
+
+Host and traced decisions read the same remainder: they differ in how a question is answered, and in nothing else.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
-import numpy as np
-
-type Truth = bool | jax.Array
+type Truth = Any  # bool, or a bool array inside jit; None from a condition that static facts leave open
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ def table(name: str, *rows: tuple[tuple[str, ...], Any]) -> tuple[Row, ...]:
 
 
 def with_negations(conditions: Mapping[str, Callable[..., Truth]]) -> dict[str, Callable[..., Truth]]:
-    """The conditions, each joined by its "not" form."""
+    """The conditions, each joined by its "not" form; an open one stays open."""
 
     def negated(condition: Callable[..., Truth]) -> Callable[..., Truth]:
         def negation(*subject: Any) -> Truth:
             truth = condition(*subject)
-            return not truth if isinstance(truth, bool) else ~truth
+            return (not truth) if isinstance(truth, bool) else None if truth is None else ~truth
 
         return negation
 
@@ -41,39 +41,45 @@ def with_negations(conditions: Mapping[str, Callable[..., Truth]]) -> dict[str, 
 
 
 def matches(
-    rows: tuple[Row, ...], test: Callable[[str], Truth], given: Truth = True, path: tuple[Row, ...] = ()
-) -> Iterator[tuple[Truth, tuple[Row, ...]]]:
-    """Rows that may decide, in order, each with the condition under which it does if no earlier one did.
+    rows: tuple[Row, ...],
+    test: Callable[[str], bool | None],
+    asked: tuple[str, ...] = (),
+    path: tuple[Row, ...] = (),
+) -> Iterator[tuple[tuple[str, ...], tuple[Row, ...]]]:
+    """Rows that may decide, in order, each with the open conditions under which it does if no earlier one did.
 
-    Args: test: the truth of a condition's name. A condition that is certainly false ends its row, and the conditions
-      after it are not evaluated; a row that certainly holds ends the table.
-    Yields: (truth, the rows from the outermost table to the one whose `then` is the result).
+    Args: test: the truth of a condition's name, None where it is open. A condition that is false ends its row, and the
+      conditions after it are not evaluated; a row without open conditions ends the table.
+    Yields: (open conditions, the rows from the outermost table to the one whose `then` is the result).
+
+    >>> rows = table("size", (("cold", "small"), "ice"), (("hot",), "steam"), ((), "water"))
+    >>> [(asked, str(path[-1])) for asked, path in matches(rows, {"cold": True, "hot": False, "small": None}.get)]
+    [(('small',), 'size 1 (cold, small)'), ((), 'size 3 (otherwise)')]
     """
     for row in rows:
-        holds = _all(row.when, test)
-        if holds is False:
+        left = _open(row.when, test)
+        if left is None:
             continue
-        both = holds if given is True else given if holds is True else given & holds
         if isinstance(row.then, tuple):
-            yield from matches(row.then, test, both, (*path, row))
+            yield from matches(row.then, test, asked + left, (*path, row))
         else:
-            yield both, (*path, row)
-        if holds is True:
+            yield asked + left, (*path, row)
+        if not left:
             return
 
 
-def first(rows: tuple[Row, ...], test: Callable[[str], Truth]) -> tuple[Row, ...]:
-    """The rows that decide where every condition is a bool; the last one's `then` is the result."""
+def first(rows: tuple[Row, ...], test: Callable[[str], bool | None]) -> tuple[Row, ...]:
+    """The rows that decide where no condition is open; the last one's `then` is the result."""
     return next(matches(rows, test))[1]
 
 
-def _all(names: tuple[str, ...], test: Callable[[str], Truth]) -> Truth:
-    result: Truth = True
+def _open(names: tuple[str, ...], test: Callable[[str], bool | None]) -> tuple[str, ...] | None:
+    """The conditions left open; None where one is false."""
+    left = []
     for name in names:
         truth = test(name)
-        if isinstance(truth, bool | np.bool_):
-            if not truth:
-                return False
-        else:
-            result = truth if result is True else result & truth
-    return result
+        if truth is None:
+            left.append(name)
+        elif not truth:
+            return None
+    return tuple(left)

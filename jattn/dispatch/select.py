@@ -1,15 +1,17 @@
 """Choosing the form of an MLA layer: on the host, inside jit, and with the reason."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import operator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.dispatch.conditions import CONDITIONS
-from jattn.dispatch.facts import DispatchFacts, check_static, host_facts
-from jattn.dispatch.interpreter import Row, Truth, first, matches
+from jattn.dispatch.conditions import CONDITIONS, QUESTIONS, Sums
+from jattn.dispatch.facts import DispatchFacts, StaticFacts, check_static, host_facts, static_facts
+from jattn.dispatch.interpreter import Row, matches
 from jattn.dispatch.methods import METHODS, AttnForwardMethod
 from jattn.dispatch.rules import ROCM_NAMES, RULES
 from jattn.platforms.lookup import named
@@ -44,9 +46,7 @@ def select_method(policy_name: str | None, facts: DispatchFacts, *, rules: str =
     >>> select_method("flashinfer", facts).name, select_method("triton", facts).name
     ('MHA_ONE_SHOT', 'MLA')
     """
-    facts = host_facts(facts)
-    decided = first(_rows(policy_name, rules), _tester(policy_name, facts))
-    return _result(policy_name, facts, rules, decided)
+    return _decide(policy_name, facts, rules).method
 
 
 def explain(policy_name: str | None, facts: DispatchFacts, *, rules: str = "seed") -> Explanation:
@@ -57,9 +57,8 @@ def explain(policy_name: str | None, facts: DispatchFacts, *, rules: str = "seed
     >>> print(explain("fa3", facts))
     MLA by generic 4 (not non-speculative extend), then subtype 4 (otherwise)
     """
-    facts = host_facts(facts)
-    decided = first(_rows(policy_name, rules), _tester(policy_name, facts))
-    return Explanation(policy=policy_name, method=_result(policy_name, facts, rules, decided), rows=decided)
+    decided = _decide(policy_name, facts, rules)
+    return Explanation(policy=policy_name, method=decided.method, rows=decided.rows)
 
 
 def select_method_traced(policy_name: str | None, facts: DispatchFacts, *, rules: str = "seed") -> jax.Array:
@@ -74,27 +73,42 @@ def select_method_traced(policy_name: str | None, facts: DispatchFacts, *, rules
     ['MHA_ONE_SHOT', 'MLA']
     """
     check_static(facts)
-    sums = [x for x in (facts.sum_prefix_lens, facts.sum_seq_lens) if x is not None]
-    shape = jnp.broadcast_shapes(*map(jnp.shape, sums))
-    live = list(matches(_rows(policy_name, rules), _tester(policy_name, facts)))
-    indices = [_INDEX[_result(policy_name, facts, rules, rows)] for _, rows in live]
-    result = jnp.full(shape, indices[-1], jnp.int32)  # the last row of a table always holds
-    for (holds, _), index in zip(reversed(live[:-1]), reversed(indices[:-1]), strict=True):
+    branches = _branches(policy_name, rules, static_facts(facts))
+    return _choose(Sums.of(facts).as_u32(), tuple((branch.asked, _INDEX[branch.method]) for branch in branches))
+
+
+def _decide(policy_name: str | None, facts: DispatchFacts, rules: str) -> "_Branch":
+    facts = host_facts(facts)
+    sums = Sums.of(facts)
+    branches = _branches(policy_name, rules, static_facts(facts))
+    return next(branch for branch in branches if all(QUESTIONS[question](sums) for question in branch.asked))
+
+
+@functools.partial(jax.jit, static_argnames="branches", inline=True)
+def _choose(sums: Sums, branches: tuple[tuple[tuple[str, ...], int], ...]) -> jax.Array:
+    # One small program for each remainder of a table: static facts that leave the same questions share it.
+    shape = jnp.broadcast_shapes(jnp.shape(sums.prefix), jnp.shape(sums.total))
+    sums = Sums(*(jnp.asarray(x).astype(jnp.uint32) for x in sums))
+    *before, (_, last) = branches
+    result = jnp.full(shape, last, jnp.int32)
+    for questions, index in reversed(before):
+        holds = functools.reduce(operator.and_, (QUESTIONS[question](sums) for question in questions))
         result = jnp.where(holds, np.int32(index), result)
     return result
 
 
-def _tester(policy_name: str | None, facts: DispatchFacts) -> Callable[[str], Truth]:
-    return lambda condition: CONDITIONS[condition](policy_name, facts)
+class _Branch(NamedTuple):
+    """A form, and what must hold of the sums for it where no earlier branch's questions do; the last asks nothing."""
+
+    asked: tuple[str, ...]
+    method: AttnForwardMethod
+    rows: tuple[Row, ...]
 
 
-def _rows(policy_name: str | None, rules: str) -> tuple[Row, ...]:
+@functools.lru_cache(maxsize=1024)
+def _branches(policy_name: str | None, rules: str, static: StaticFacts) -> tuple[_Branch, ...]:
     tables = named(RULES, rules, what="rules")
-    return tables.get(policy_name or "", tables["triton"])
-
-
-def _result(policy_name: str | None, facts: DispatchFacts, rules: str, decided: tuple[Row, ...]) -> AttnForwardMethod:
-    method = decided[-1].then
-    if rules == "newer" and facts.hip and policy_name != "native":
-        return ROCM_NAMES.get(method, method)
-    return method
+    rows = tables.get(policy_name or "", tables["triton"])
+    names = ROCM_NAMES if rules == "newer" and static.hip and policy_name != "native" else {}
+    found = matches(rows, lambda condition: CONDITIONS[condition](policy_name, static))
+    return tuple(_Branch(asked, names.get(path[-1].then, path[-1].then), path) for asked, path in found)

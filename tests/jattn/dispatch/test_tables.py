@@ -104,11 +104,11 @@ HANDLERS = {
     "nsa": DSA,
     "ascend": ASCEND,
     "triton": TRITON,
-    "cutedsl_mla": TRITON,
-    "no such backend": TRITON,
-    None: TRITON,
 }
-UNKNOWN = ("trtllm_mha", "torch_native", "flex_attention", "intel_amx", "wave", "dsv4", "qsa", "hybrid_linear_attn", "")
+HANDLERS |= dict.fromkeys(("cutedsl_mla", "no such backend", None), TRITON)
+UNKNOWN = (
+    "trtllm_mha torch_native flex_attention intel_amx wave dsv4 qsa hybrid_linear_attn dual_chunk_flash_attn hpc_ops"
+).split()
 
 # HIP RF decode FQ AMX -> method
 SUB = """
@@ -132,13 +132,14 @@ FLAGS = {
     "AMX": "amx",
 }
 SUB_FLAGS = ("HIP", "RF", "FQ", "AMX")
-# One combination for each row of SUB. Under the others only cells that reach SUB are tried: no other reads them.
-SUB_SAMPLES = [(True, True, True, True), (True, False, True, True), (False, True, True, True), (False,) * 4]
 W_MODES = {"EXTEND", "MIXED", "SPLIT_PREFILL", "DLLM_EXTEND"}
 K = 131072
-# threshold -> prefixes on its sides; capacity -> totals on its sides. None: not known on the host.
-PREFIXES = {8192: (None, 0, 1, 8191, 8192, 8193), 1: (0, 1), 0: (0, 1)}
-TOTALS = {K: (None, K, K + 1), 0: (0, 1)}
+# threshold, capacity, prefixes on the threshold's sides, totals on the capacity's. None: not known on the host.
+LIMITS = (
+    (8192, K, (None, 0, 1, 8191, 8192, 8193), (None, K, K + 1)),
+    (7, 0, (None, 0, 6, 7), (None, 0, 1)),
+    (0, 7, (None, 0, 1), (None, 7, 8)),
+)
 
 
 @functools.cache
@@ -165,17 +166,6 @@ def prefix_class(prefix: int | None, threshold: int) -> str:
     return "0" if prefix == 0 else ">" if prefix >= threshold else "<"
 
 
-def facts_of(mode: str, flags: dict, prefix, threshold: int, total, capacity: int) -> DispatchFacts:
-    return DispatchFacts(
-        mode=ForwardMode[mode],
-        sum_prefix_lens=prefix,
-        chunked_prefix_threshold=threshold,
-        sum_seq_lens=total,
-        max_chunk_capacity=capacity,
-        **{FLAGS[name]: value for name, value in flags.items()},
-    )
-
-
 def facts(**fields: Any) -> DispatchFacts:
     return DispatchFacts(**fields)
 
@@ -187,55 +177,57 @@ def flag_values(columns: tuple[str, ...], has_sub: bool):
         yield dict(zip(names, values, strict=True))
 
 
+def limits_of(columns: tuple[str, ...]):
+    """The limits, with one sum for each that no column reads."""
+    for threshold, capacity, prefixes, totals in LIMITS:
+        yield threshold, capacity, prefixes if "P" in columns else (9000,), totals if "S" in columns else (None,)
+        if not {"P", "S"} & set(columns):
+            return
+
+
+@functools.cache
+def batches_of(prefixes: tuple, totals: tuple) -> list:
+    """The cells in batches that know the same sums, each with its two arrays; all are padded to one length."""
+    batches = []
+    for known in itertools.product((False, True), repeat=2):
+        cells = [cell for cell in itertools.product(prefixes, totals) if tuple(x is not None for x in cell) == known]
+        if cells:
+            arrays = [None if None in x else np.resize(np.array(x, np.int32), 10) for x in zip(*cells, strict=True)]
+            batches.append((cells, dict(zip(("sum_prefix_lens", "sum_seq_lens"), arrays, strict=True))))
+    return batches
+
+
 @pytest.mark.parametrize("name", HANDLERS)
-def test_every_cell_is_its_row_of_the_table(name):
+def test_every_cell_is_its_row_of_the_table_on_the_host_and_traced(name):
     columns, rows = parsed(HANDLERS[name])
     has_sub = any(method == "SUB" for _, method in rows)
-    prefixes = PREFIXES if "P" in columns else {8192: (0, 9000)}
-    totals = TOTALS if "S" in columns else {K: (None, K + 1)}
-    must_know = HANDLERS[name] is TRITON
-    num_cells = 0
     for mode, flags in itertools.product(ForwardMode.__members__, flag_values(columns, has_sub)):
         static = {key: str(int(bool(value))) for key, value in flags.items()} | {"W": str(int(mode in W_MODES))}
         sub = subtype(mode, flags) if has_sub else ""
-        sampled = not has_sub or tuple(flags[flag] for flag in SUB_FLAGS) in SUB_SAMPLES
-        limits = list(itertools.product(prefixes, totals))
-        for threshold, capacity in limits if sampled else limits[:1]:
+        given = dict(mode=ForwardMode[mode], **{FLAGS[flag]: value for flag, value in flags.items()})
+        must_know = HANDLERS[name] is TRITON and [static[c] for c in ("W", "PCG", "DET")] == ["1", "0", "0"]
+        for threshold, capacity, prefixes, totals in limits_of(columns):
+            given |= dict(chunked_prefix_threshold=threshold, max_chunk_capacity=capacity)
             host = {}
-            for prefix, total in itertools.product(prefixes[threshold], totals[capacity]):
-                lens = {"P": prefix_class(prefix, threshold), "S": "fit" if (total or 0) <= capacity else "not"}
-                want = first_match(rows, tuple(static[c] if c in static else lens[c] for c in columns))
-                if not sampled and want != "SUB":
-                    continue
-                facts = facts_of(mode, flags, prefix, threshold, total, capacity)
-                if must_know and prefix is None and static["W"] == "1" and static["PCG"] == static["DET"] == "0":
+            for prefix, total in itertools.product(prefixes, totals):
+                made = facts(sum_prefix_lens=prefix, sum_seq_lens=total, **given)
+                if must_know and prefix is None:
                     with pytest.raises(TypeError, match="sum_prefix_lens is None"):
-                        select_method(name, facts)
+                        select_method(name, made)
                     continue
-                host[prefix, total] = AttnForwardMethod[sub if want == "SUB" else want]
-                assert select_method(name, facts) is host[prefix, total], (name, facts)
-                num_cells += 1
-            if sampled:
-                check_traced(name, functools.partial(facts_of, mode, flags), threshold, capacity, host)
-    assert num_cells >= 36
-
-
-def check_traced(name, facts_with, threshold, capacity, host: dict) -> None:
-    """The traced decision over all known sums at once equals the host's, cell by cell."""
-    known = [(prefix, total) for prefix, total in host if None not in (prefix, total)]
-    if not known:
-        return
-    prefixes, totals = (np.array(x, np.int32) for x in zip(*known, strict=True))
-    facts = facts_with(jnp.asarray(prefixes), threshold, jnp.asarray(totals), capacity)
-    got = np.asarray(select_method_traced(name, facts))
-    assert got.dtype == np.int32 and [METHODS[i] for i in got] == [host[cell] for cell in known], (name, facts)
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_a_name_without_rules_takes_tritons(name):
-    for mode, prefix in itertools.product(ForwardMode, (0, 1, 9000)):
-        facts = DispatchFacts(mode=mode, sum_prefix_lens=prefix, sum_seq_lens=prefix + 8)
-        assert select_method(name, facts) is select_method("triton", facts)
+                lens = {"P": prefix_class(prefix, threshold), "S": "fit" if (total or 0) <= capacity else "not"}
+                want = first_match(rows, tuple([static[c] if c in static else lens[c] for c in columns]))
+                want = AttnForwardMethod[sub if want == "SUB" else want]
+                assert select_method(name, made) is want, (name, made)
+                host[prefix, total] = want
+            for cells, sums in batches_of(prefixes, totals):
+                made = facts(**sums, **given)
+                if must_know and sums["sum_prefix_lens"] is None:
+                    with pytest.raises(TypeError, match="sum_prefix_lens is None"):
+                        select_method_traced(name, made)
+                    continue
+                got = np.asarray(select_method_traced(name, made)).reshape(-1).tolist()
+                assert [METHODS[i] for i in got[: len(cells)]] == [host[cell] for cell in cells], (name, made)
 
 
 # What a handler may look at, in columns; a random change of anything else changes nothing.
