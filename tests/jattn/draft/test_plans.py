@@ -1,5 +1,7 @@
 """Draft plans: worked examples, and random batches against a listing slot by slot, with pages checked for overlap."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,12 +28,23 @@ def rows(*bases: int, width: int = 24) -> np.ndarray:
     return np.array(bases, np.int32)[:, None] + np.arange(width, dtype=np.int32)[None]
 
 
+def on_arrays(run, table, lens):
+    """run(table, lens) as one program, its arrays as NumPy's."""
+    return jax.tree.map(np.asarray, jax.jit(run)(jnp.asarray(table), jnp.asarray(lens, jnp.int32)))
+
+
 def test_worked_example_of_single_token_pages():
-    table, lens = rows(100, 200), np.array([3, 2])
-    slots = draft_slots(jnp.asarray(table), jnp.asarray(lens), CHAIN_AND_TREE)
+    slots, lists, positions = on_arrays(
+        lambda table, lens: (
+            draft_slots(table, lens, CHAIN_AND_TREE),
+            kv_lists(table, lens, CHAIN_AND_TREE),
+            [draft_positions(lens, i, 2) for i in (0, 1)],
+        ),
+        rows(100, 200),
+        [3, 2],
+    )
     assert slots.reshape(-1).tolist() == [*range(103, 109), *range(202, 208)]
     assert by_step(slots).tolist() == [[103, 106, 202, 205], [104, 107, 203, 206], [105, 108, 204, 207]]
-    lists = kv_lists(jnp.asarray(table), jnp.asarray(lens), CHAIN_AND_TREE)
     assert lists.kv_indptr[:2].tolist() == [[0, 4, 8, 11, 14], [0, 5, 10, 14, 18]]
     assert lists.kv_indices[0, :14].tolist() == [
         *(100, 101, 102, 103, 100, 101, 102, 106),
@@ -41,17 +54,25 @@ def test_worked_example_of_single_token_pages():
         *(100, 101, 102, 103, 104, 100, 101, 102, 106, 107),
         *(200, 201, 202, 203, 200, 201, 205, 206),
     ]
-    assert [draft_positions(jnp.asarray(lens), i, 2).tolist() for i in (0, 1)] == [[3, 3, 2, 2], [4, 4, 3, 3]]
+    assert [x.tolist() for x in positions] == [[3, 3, 2, 2], [4, 4, 3, 3]]
 
 
 def test_worked_example_of_pages():
-    table, lens = jnp.asarray(rows(400, 800)), jnp.array([6, 4])
-    slots = draft_slots(table, lens, PAGED)
+    longer = DraftShape(topk=2, num_steps=4, page_size=4)
+    slots, (source, target), lists, cascades, third = on_arrays(
+        lambda table, lens: (
+            draft_slots(table, lens, PAGED),
+            tail_copies(table, lens, PAGED),
+            kv_lists(table, lens, PAGED),
+            [cascade_step(table, lens, step, PAGED) for step in (0, 1)],
+            cascade_step(table, lens, 2, longer).branch,
+        ),
+        rows(400, 800),
+        [6, 4],
+    )
     assert slots.reshape(-1).tolist() == [406, 407, 408, 414, 415, 416, 804, 805, 806, 808, 809, 810]
-    source, target = tail_copies(table, lens, PAGED)
     assert source.tolist() == [[[404, 405, -1]], [[-1, -1, -1]]]
     assert target.tolist() == [[[412, 413, -1]], [[-1, -1, -1]]]
-    lists = kv_lists(table, lens, PAGED)
     assert lists.kv_indptr[:2].tolist() == [[0, 7, 14, 19, 24], [0, 8, 16, 22, 28]]
     assert lists.kv_indices[0, 7:14].tolist() == [
         400,
@@ -62,13 +83,11 @@ def test_worked_example_of_pages():
         405,
         414,
     ]  # the original prefix, not the copy
-    for step, want in ((0, [3, 3, 1, 1]), (1, [4, 4, 2, 2])):
-        cascade = cascade_step(table, lens, step, PAGED)
+    for cascade, want in zip(cascades, ([3, 3, 1, 1], [4, 4, 2, 2]), strict=True):
         assert cascade.prefix.cache_seqlens.tolist() == [4, 4]
         assert cascade.prefix.cu_q_lens.tolist() == [0, 2, 4]
         assert cascade.branch.cache_seqlens.tolist() == want
         assert cascade.branch.page_table[:, 0].tolist() == [101, 103, 201, 202]
-    third = cascade_step(table, lens, 2, DraftShape(topk=2, num_steps=4, page_size=4)).branch
     assert third.cache_seqlens.tolist() == [5, 5, 3, 3] and third.page_table[0].tolist() == [101, 102]
 
 
@@ -179,7 +198,8 @@ def read(holds, tables: BlockTable, row: int, page_size: int) -> list:
 
 
 def test_a_draft_window_keeps_sinks_and_the_newest():
-    lists = kv_lists(jnp.asarray(rows(100, 200)), jnp.array([9, 3]), CHAIN_AND_TREE, window=3, num_sink_tokens=2)
+    windowed = functools.partial(kv_lists, shape=CHAIN_AND_TREE, window=3, num_sink_tokens=2)
+    lists = on_arrays(windowed, rows(100, 200), [9, 3])
     want = [[100, 101, 106, 107, 108, 109], [100, 101, 106, 107, 108, 112], [200, 201, 202, 203], [200, 201, 202, 206]]
     got = np.split(np.asarray(lists.kv_indices[0]), np.asarray(lists.kv_indptr[0]))[1:-1]
     assert [row.tolist() for row in got] == want
@@ -219,37 +239,46 @@ def test_every_variant_has_a_form():
         plan_step("native", jnp.asarray(rows(0)), jnp.array([3]), 0, CHAIN_AND_TREE)
 
 
+@functools.cache
+def chain_plans(row):
+    """Plans of one row's second forward, and the same for parity; a row compiles once, whatever its variants."""
+    variant = next(variant for variant, other in STEP_ROWS.items() if other == row)
+    chain = DraftShape(topk=1, num_steps=3, page_size=4)
+    run = lambda *batch: [plan_step(variant, *batch, 1, chain, parity=parity) for parity in (False, True)]  # noqa: E731
+    return on_arrays(run, rows(400, 800), [6, 4])
+
+
 @pytest.mark.parametrize("variant", FORMS)
 def test_plan_of_a_step_by_variant(variant):
     form, trees, sees_own = FORMS[variant]
-    table, lens = jnp.asarray(rows(400, 800)), jnp.array([6, 4])
-    chain = DraftShape(topk=1, num_steps=3, page_size=4)
-    plan = plan_step(variant, table, lens, 1, chain)
+    plan, parity = chain_plans(STEP_ROWS[variant])
     if form == "lists":
         assert isinstance(plan, IndexLists) and plan.kv_lens.tolist() == [[8, 6]]
     else:
         assert isinstance(plan, BlockTable) and plan.cache_seqlens.tolist() == [8, 6] and plan.causal
-        parity = plan_step(variant, table, lens, 1, chain, parity=True)
         assert isinstance(parity, BlockTable)
         assert parity.cache_seqlens.tolist() == ([8, 6] if sees_own else [6, 4])
         assert plan.page_table[0, 0] == (400 if variant == "intel_amx" else 100)
         assert plan.cu_kv_lens.tolist() == [0, 8, 14]
+    tree = functools.partial(plan_step, variant, step=1, shape=PAGED)
+    batch = jnp.asarray(rows(400, 800)), jnp.array([6, 4])
     if trees:
-        assert isinstance(plan_step(variant, table, lens, 1, PAGED), TYPES[form])
+        assert isinstance(jax.eval_shape(tree, *batch), TYPES[form])
     else:
         with pytest.raises(ValueError, match=f"topk=2: {variant} drafts chains, so it needs topk=1"):
-            plan_step(variant, table, lens, 1, PAGED)
+            tree(*batch)
 
 
 @pytest.mark.parametrize("variant", ["triton", "fa3", "intel_amx", "flashmla"])
 def test_plans_run_inside_jit_with_a_traced_step(variant):
     shape = PAGED if FORMS[variant][1] else DraftShape(topk=1, num_steps=3, page_size=4)
-    table, lens = jnp.asarray(rows(400, 800)), jnp.array([6, 4])
-    traced = jax.jit(lambda table, lens, step: plan_step(variant, table, lens, step, shape))
+    plan = functools.partial(plan_step, variant, shape=shape)
+    both = jax.jit(
+        lambda table, lens, step: ([plan(table, lens, step=i) for i in range(2)], plan(table, lens, step=step))
+    )
     for step in range(2):
-        want = plan_step(variant, table, lens, step, shape)
-        got = traced(table, lens, step)
-        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), got, want))
+        wants, got = both(jnp.asarray(rows(400, 800)), jnp.array([6, 4]), step)
+        assert jax.tree.all(jax.tree.map(lambda a, b: a.tolist() == b.tolist(), got, wants[step]))
 
 
 def test_a_shape_below_one_is_refused():

@@ -103,7 +103,7 @@ def test_a_chain_is_one_causal_pass():
 
 def test_mask_bits_are_lowest_first_and_start_at_whole_bytes():
     tree = np.array([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]] * 2, bool)
-    mask, indptr = (np.asarray(x) for x in full_mask(jnp.asarray(tree), jnp.array([1, 0]), 4))
+    mask, indptr = (np.asarray(x) for x in jax.jit(full_mask, static_argnums=2)(tree, jnp.array([1, 0]), 4))
     bits, starts = pack_mask_bits(mask, indptr)
     assert indptr.tolist() == [0, 12, 21] and starts.tolist() == [0, 2, 4]
     for b in range(2):
