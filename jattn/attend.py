@@ -60,6 +60,7 @@ def write_kv(k: jax.Array, v: jax.Array, cache: PagedKV, plan: Plan, *, layer, c
         scales = dict(k_scales=cache.k_scale, v_scales=cache.v_scale)
     elif cache.k_scale is not None:
         scales = dict(k_scale=_scale(cache.k_scale, layer), v_scale=_scale(cache.v_scale, layer))
+    scales |= _bits(cache)
     written = choice.function("write_kv")(
         cache.k,
         cache.v,
@@ -139,6 +140,7 @@ def attend(
             seq_lens=plan.seq_lens,
             k_scale=_scale(kv.k_scale, layer),
             v_scale=_scale(kv.v_scale, layer),
+            **_bits(kv),
             **common,
         )
     if choice.num_splits == 1:
@@ -192,6 +194,10 @@ def _tree_args(plan: Plan) -> dict:
 
 def _scale(scale: jax.Array | None, layer) -> jax.Array | None:
     return scale if scale is None or scale.ndim == 3 else scale[layer]
+
+
+def _bits(cache: PagedKV) -> dict:
+    return {} if cache.k.dtype == cache.dtype else dict(kv_dtype=cache.dtype)
 
 
 def _check_rows(name: str, x: jax.Array, want: tuple) -> None:

@@ -9,6 +9,9 @@ import jax.numpy as jnp
 from jattn.spec import KV_DTYPES, AttnSpec, MLASpec, check_page_size
 
 _INT32_ROWS = 2**31 - 1
+_PLAIN = "token_major"
+_BITS = {"token_major_e4m3_bits": jnp.float8_e4m3fn, "token_major_e5m2_bits": jnp.float8_e5m2}
+"""Layouts in which uint8 holds 8-bit floats: XLA:CPU, which has none, would convert the whole pool at each use."""
 
 
 @jax.tree_util.register_dataclass
@@ -24,7 +27,7 @@ class PagedKV:
     k_scale: jax.Array | None = None  # f32[num_layers], or f32[num_layers * num_pages, page_size, num_kv_heads]
     v_scale: jax.Array | None = None  # like k_scale; stored value = value / scale
     num_layers: int = dataclasses.field(metadata=dict(static=True))
-    layout: str = dataclasses.field(default="token_major", metadata=dict(static=True))  # physical packing
+    layout: str = dataclasses.field(default=_PLAIN, metadata=dict(static=True))  # physical packing
 
     @classmethod
     def create(
@@ -37,12 +40,15 @@ class PagedKV:
         dtype: jax.typing.DTypeLike | None = None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        layout: str | None = None,
     ) -> Self:
         """An empty cache of `num_pages` pages a layer.
 
         Args: dtype: used when `spec.kv_dtype` is None (default float32). k_scale, v_scale: per-tensor scales of a
           quantised cache; with `spec.kv_scales == "token"` scales are measured at each write instead.
-        Raises: ValueError if a size is out of range, or if a row index would not fit int32.
+          layout: None keeps 8-bit floats as their bits, in uint8; "token_major" keeps them as they are, for kernels
+          that want that (on a CPU each use then converts the whole pool).
+        Raises: ValueError if a size is out of range, if a row index would not fit int32, or for another layout.
 
         >>> spec = AttnSpec(num_q_heads=9, num_kv_heads=3, head_dim=64)
         >>> PagedKV.create(spec, num_layers=2, num_pages=10, page_size=16).k.shape
@@ -50,6 +56,11 @@ class PagedKV:
         """
         _check_pool(num_layers, num_pages, page_size)
         stored = KV_DTYPES[spec.kv_dtype] if spec.kv_dtype else _unscaled(dtype or jnp.float32)
+        default = next((name for name, kind in _BITS.items() if kind == stored), _PLAIN)
+        layout = layout or default
+        if layout not in (_PLAIN, default):
+            raise ValueError(f"layout={layout!r} for {jnp.dtype(stored)}: want {_PLAIN!r}, or None for {default!r}")
+        held = jnp.uint8 if layout in _BITS else stored
         shape = (num_layers * num_pages, page_size, spec.num_kv_heads)
         scales = {}
         if spec.quantised:
@@ -57,9 +68,10 @@ class PagedKV:
                 token = spec.kv_scales == "token"
                 scales[name] = jnp.full(shape if token else (num_layers,), 1.0 if token else value, jnp.float32)
         return cls(
-            k=jnp.zeros((*shape, spec.head_dim), stored),
-            v=jnp.zeros((*shape, spec.v_head_dim), stored),
+            k=jnp.zeros((*shape, spec.head_dim), held),
+            v=jnp.zeros((*shape, spec.v_head_dim), held),
             num_layers=num_layers,
+            layout=layout,
             **scales,
         )
 
@@ -67,6 +79,11 @@ class PagedKV:
     def num_pages(self) -> int:
         """Pages a layer."""
         return self.k.shape[0] // self.num_layers
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """What is stored: the dtype of `k` and `v`, or the 8-bit float whose bits they hold."""
+        return jnp.dtype(_BITS.get(self.layout, self.k.dtype))
 
     @property
     def page_size(self) -> int:

@@ -41,10 +41,10 @@ def tables(kv_lens, page_size: int, *, spare: int = 2, seed: int = 0):
 def poisoned(spec: AttnSpec, *, num_layers: int, num_pages: int, page_size: int, dtype, **scales) -> PagedKV:
     """A cache whose every row is NaN where its dtype has one."""
     cache = PagedKV.create(spec, num_layers=num_layers, num_pages=num_pages, page_size=page_size, dtype=dtype, **scales)
-    if cache.k.dtype == jnp.int8:
+    if cache.dtype == jnp.int8:
         return cache
-    nan = [jnp.full(x.shape, jnp.nan, x.dtype) for x in (cache.k, cache.v)]
-    return dataclasses.replace(cache, k=nan[0], v=nan[1])
+    k, v = (np.full(x.shape, np.nan, cache.dtype).view(x.dtype) for x in (cache.k, cache.v))
+    return dataclasses.replace(cache, k=jnp.asarray(k), v=jnp.asarray(v))
 
 
 def attend_all(sequences, *, path="prefill", page_size=4, dtype=jnp.float32, layer=1, scales=None, **spec_args):

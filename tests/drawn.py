@@ -40,6 +40,7 @@ class Setup:
     sinks: bool = False
     kv_dtype: str | None = None
     kv_scales: str | None = None
+    layout: str | None = None  # of the cache; None: as it comes
     max_nodes: int | None = None  # of a rectangular tree; None: the nodes are the queries
 
     def __str__(self):
@@ -250,8 +251,13 @@ def cache(setup: Setup, inputs: Inputs, *, held=None) -> PagedKV:
         if setup.token_scales:
             for scale, rows in zip(scales, (inputs.k_scales, inputs.v_scales), strict=True):
                 scale[at // setup.page_size, at % setup.page_size] = rows[b][:n]
-    arrays = dict(zip(("k", "v", "k_scale", "v_scale"), map(jnp.asarray, (*pools, *scales)), strict=False))
-    return PagedKV(**arrays, num_layers=NUM_LAYERS)
+    sizes = dict(num_layers=NUM_LAYERS, num_pages=setup.num_pages, page_size=setup.page_size)
+    kind = None if setup.quantised else setup.stored_dtype
+    empty = PagedKV.create(spec, **sizes, dtype=kind, layout=setup.layout)
+    assert empty.dtype == setup.stored_dtype
+    arrays = (*(pool.view(empty.k.dtype) for pool in pools), *scales)
+    names = ("k", "v", "k_scale", "v_scale")
+    return dataclasses.replace(empty, **dict(zip(names, map(jnp.asarray, arrays), strict=False)))
 
 
 def slots(setup: Setup, inputs: Inputs, b: int) -> np.ndarray:

@@ -4,7 +4,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels._common import float8
 
 MAX_ROWS = 2**31 - 1  # row ids are int32
 
@@ -16,10 +19,11 @@ class Stored(NamedTuple):
     v: jax.Array  # [rows, kv_heads, v_dim]
     k_scale: jax.Array | None  # None, f32 scalar, or f32[rows, kv_heads]
     v_scale: jax.Array | None
+    kind: jnp.dtype  # of k and v, whose bits they are where they are uint8
     locate: Callable[[jax.Array, jax.Array], jax.Array]  # (seq i32[lanes], keys i32[lanes, n]) -> rows i32[lanes, n]
 
 
-def paged(k_pages, v_pages, k_scale, v_scale, page_table, page_offset) -> Stored:
+def paged(k_pages, v_pages, k_scale, v_scale, page_table, page_offset, kv_dtype) -> Stored:
     """Rows of a paged cache. Only table entries of the asked keys are used."""
     pages, page_size = k_pages.shape[:2]
 
@@ -31,12 +35,12 @@ def paged(k_pages, v_pages, k_scale, v_scale, page_table, page_offset) -> Stored
         return (ids + page_offset) * page_size + keys % page_size
 
     k_scale, v_scale = (x if x is None or x.ndim == 0 else flat(x) for x in (k_scale, v_scale))
-    return Stored(flat(k_pages), flat(v_pages), k_scale, v_scale, locate)
+    return Stored(flat(k_pages), flat(v_pages), k_scale, v_scale, float8.kind_of(k_pages, kv_dtype), locate)
 
 
 def packed(k, v, k_scale, v_scale, cu_kv_lens) -> Stored:
     """Rows of keys that lie request after request."""
-    return Stored(k, v, k_scale, v_scale, lambda seq, keys: cu_kv_lens[seq][:, None] + keys)
+    return Stored(k, v, k_scale, v_scale, k.dtype, lambda seq, keys: cu_kv_lens[seq][:, None] + keys)
 
 
 def take(x: jax.Array, rows: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._common import masks, rows, softmax, tiles
+from pallas_kernels._common import float8, masks, rows, softmax, tiles
 from pallas_kernels._common.masks import Rules, Tree
 from pallas_kernels._common.rows import Stored
 from pallas_kernels._common.softmax import Carry
@@ -141,7 +141,7 @@ def _step(problem: Problem, config: Config, q, tile: Tiles, q_rows, block, carry
     # A key outside the range stands for the nearest one in it: nothing unwritten is read, so no NaN needs masking.
     near = jnp.clip(keys, tile.low[:, None], tile.high[:, None] - 1)
     at = lax.optimization_barrier(stored.locate(tile.seq, near))  # else each copied float divides and looks up anew
-    k, v = rows.take(stored.k, at), rows.take(stored.v, at)
+    k, v = (float8.from_stored(rows.take(x, at), stored.kind, q.dtype) for x in (stored.k, stored.v))
     scores = _products(q, k, config) * _scale(rules.sm_scale, stored.k_scale, at)
     if rules.logit_soft_cap is not None:
         scores = rules.logit_soft_cap * jnp.tanh(scores / rules.logit_soft_cap)

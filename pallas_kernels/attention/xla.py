@@ -34,6 +34,7 @@ def paged_attention(
     q_positions: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    kv_dtype: jax.typing.DTypeLike | None = None,
     num_splits: int = 1,
     config: Config | tuple[Config, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -42,7 +43,8 @@ def paged_attention(
     Args:
       q: [tokens, q_heads, k_dim]; rows cu_q_lens[b] to cu_q_lens[b + 1] are the last tokens of request b, the rest
         padding. Query head h reads KV head h // (q_heads // kv_heads).
-      k_pages, v_pages: [pages_total, page_size, kv_heads, k_dim | v_dim], all layers; float, fp8 or int8.
+      k_pages, v_pages: [pages_total, page_size, kv_heads, k_dim | v_dim], all layers; float, fp8, int8, or
+        uint8 that holds the bits of fp8 (what to use on a CPU, see `_common/float8.py`).
       page_table: i32[seqs, max_pages], page ids of one layer; entries past cdiv(seq_len, page_size) are never used.
       page_offset: i32 added to every page id (layer * pages a layer); may be traced.
       seq_lens: i32[seqs], keys of each request, this step's included; 0 for a padding request.
@@ -56,6 +58,7 @@ def paged_attention(
         and key tree_starts + j iff bit j of the query's row is set; there may be more nodes than queries.
       tree_kv_positions, q_positions: i32[seqs, max_nodes], i32[tokens]; a window in a tree counts positions.
       k_scale, v_scale: stored value * scale is the value. None, f32 scalar, or f32[pages_total, page_size, kv_heads].
+      kv_dtype: what uint8 pages are the bits of, float8_e4m3fn or float8_e5m2; None for other pages.
       num_splits: parts of the keys attended apart.
       config: sizes; None takes `heuristic`. With several, a request uses the first whose block_q holds its rows.
 
@@ -68,7 +71,7 @@ def paged_attention(
     Scores, softmax and sums are float32; float32 inputs are multiplied as float32, never as TF32 or bfloat16.
     """
     _check_paged(k_pages, v_pages, page_table, seq_lens)
-    stored = rows.paged(k_pages, v_pages, k_scale, v_scale, page_table, page_offset)
+    stored = rows.paged(k_pages, v_pages, k_scale, v_scale, page_table, page_offset, kv_dtype)
     rules = Rules(sm_scale=sm_scale, mask=mask, logit_soft_cap=logit_soft_cap, sliding_window=sliding_window)
     tree = masks.make_tree(rules, q.shape[0], tree_bits, tree_starts, tree_kv_positions, q_positions)
     return _attend(q, stored, seq_lens, cu_q_lens, sinks, tree, rules, max_q_len, num_splits, config)

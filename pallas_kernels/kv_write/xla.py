@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._common import float8
+
 _MAX_ROWS = 2**31 - 1
 
 
@@ -19,6 +21,7 @@ def write_kv(
     v_scale: jax.Array | None = None,
     k_scales: jax.Array | None = None,
     v_scales: jax.Array | None = None,
+    kv_dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[jax.Array, ...]:
     """Store rows at their slots of one layer.
 
@@ -31,6 +34,7 @@ def write_kv(
       k_scale, v_scale: f32 scalars; the stored value is value / scale, saturated and rounded to nearest even.
       k_scales, v_scales: f32[pages_total, page_size, kv_heads]; each row of each head gets its own scale,
         absolute maximum / largest stored value, which is written there.
+      kv_dtype: what uint8 pages are the bits of, float8_e4m3fn or float8_e5m2; None for other pages.
 
     Returns: k_pages, v_pages, and k_scales, v_scales if given.
     Raises: ValueError if shapes disagree or one scale of a pair is missing.
@@ -41,12 +45,18 @@ def write_kv(
         raise ValueError(f"k_pages holds {total} slots: want at most {_MAX_ROWS} (int32)")
     held = (slots >= 0) & (slots < capacity)
     rows = jnp.asarray(page_offset, jnp.int32) * k_pages.shape[1] + slots
+    kind = float8.kind_of(k_pages, kv_dtype)
     if k_scales is None:
-        values = (_stored(k, k_scale, k_pages.dtype), _stored(v, v_scale, v_pages.dtype))
+        values = tuple(
+            float8.to_stored(_stored(x, scale, kind), k_pages.dtype) for x, scale in ((k, k_scale), (v, v_scale))
+        )
         return _put((k_pages, v_pages), values, rows, held)
-    k_row, v_row = _row_scale(k, k_pages.dtype), _row_scale(v, v_pages.dtype)
-    values = (_stored(k, k_row[..., None], k_pages.dtype), _stored(v, v_row[..., None], v_pages.dtype), k_row, v_row)
-    return _put((k_pages, v_pages, k_scales, v_scales), values, rows, held)
+    scales = (_row_scale(k, kind), _row_scale(v, kind))
+    values = (
+        float8.to_stored(_stored(x, scale[..., None], kind), k_pages.dtype)
+        for x, scale in zip((k, v), scales, strict=True)
+    )
+    return _put((k_pages, v_pages, k_scales, v_scales), (*values, *scales), rows, held)
 
 
 def _put(pools, values, rows, held):

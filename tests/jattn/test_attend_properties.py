@@ -47,6 +47,7 @@ SETUPS = (
     Setup(name="fp8, bf16 queries", group=3, dtype="bfloat16", kv_dtype="fp8_e4m3", page_size=16),
     Setup(name="fp8, token scales, splits", kv_dtype="fp8_e4m3", kv_scales="token", num_splits=3, v_head_dim=20),
     Setup(name="fp8 e5m2, f16 queries, decode", dtype="float16", kv_dtype="fp8_e5m2", page_size=3, **_DECODE),
+    Setup(name="fp8 not as bits", group=3, kv_dtype="fp8_e4m3", layout="token_major", page_size=3, **_VERIFY),
     Setup(name="int8, token scales, tree", group=3, dtype="bfloat16", kv_dtype="int8", page_size=3, mask="tree",
           **_VERIFY),
     Setup(name="int8, token scales, decode", group=3, kv_dtype="int8", page_size=64, **_DECODE),

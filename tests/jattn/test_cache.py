@@ -32,7 +32,27 @@ def test_all_layers_share_one_array_of_pages():
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_rows_are_stored_in_the_dtype_that_the_spec_names(kv_dtype):
     cache = PagedKV.create(spec(kv_dtype=kv_dtype), **SIZES, dtype=jnp.float16)  # the spec's name wins
-    assert cache.k.dtype == cache.v.dtype == KV_DTYPES[kv_dtype]
+    assert cache.dtype == KV_DTYPES[kv_dtype]
+    held = jnp.uint8 if kv_dtype.startswith("fp8") else KV_DTYPES[kv_dtype]
+    assert cache.k.dtype == cache.v.dtype == held
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_a_kernel_may_want_8_bit_floats_as_they_are(kv_dtype):
+    cache = PagedKV.create(spec(kv_dtype=kv_dtype), **SIZES, layout="token_major")
+    assert cache.dtype == cache.k.dtype == cache.v.dtype == KV_DTYPES[kv_dtype]
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "layout", "rule"),
+    [
+        ("fp8_e4m3", "token_major_e5m2_bits", "want 'token_major', or None for 'token_major_e4m3_bits'"),
+        ("int8", "heads_first", "want 'token_major', or None for 'token_major'"),
+    ],
+)
+def test_a_layout_that_the_dtype_does_not_have_is_refused(kv_dtype, layout, rule):
+    with pytest.raises(ValueError, match=rf"layout={layout!r} for \w+: {rule}"):
+        PagedKV.create(spec(kv_dtype=kv_dtype), **SIZES, layout=layout)
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [(None, "float32"), (jnp.bfloat16, "bfloat16"), ("float16", "float16")])
