@@ -56,6 +56,7 @@ jax.tree_util.register_dataclass(
 
 _FLAGS = [field.name for field in dataclasses.fields(DispatchFacts) if field.type in (bool, bool | None)]
 _flags_of = operator.attrgetter(*_FLAGS)
+_counts_of = operator.attrgetter(*_COUNTS)
 
 # What is known of a pass before its sums: a hashable record of plain truths.
 StaticFacts = namedtuple("StaticFacts", ["mode", "prefix_known", "total_known", *_FLAGS])
@@ -73,10 +74,11 @@ def host_facts(facts: DispatchFacts) -> DispatchFacts:
     Raises: ValueError or TypeError, in one sentence, for facts that no host decision can be made from.
     """
     check_static(facts)
-    given = {name: getattr(facts, name) for name in _TRACED}
-    if all(value is None or (type(value) is int and value >= 0) for value in given.values()):
+    sums = facts.sum_prefix_lens, facts.sum_seq_lens
+    if all([x is None or (type(x) is int and x >= 0) for x in sums]):
         return facts
-    return dataclasses.replace(facts, **{name: None if x is None else _count(name, x) for name, x in given.items()})
+    counts = [None if x is None else _count(name, x) for name, x in zip(_TRACED, sums, strict=True)]
+    return dataclasses.replace(facts, sum_prefix_lens=counts[0], sum_seq_lens=counts[1])
 
 
 def check_static(facts: DispatchFacts) -> None:
@@ -84,8 +86,7 @@ def check_static(facts: DispatchFacts) -> None:
     if not isinstance(facts.mode, ForwardMode):
         names = ", ".join(f"ForwardMode.{mode.name}" for mode in ForwardMode)
         raise TypeError(f"mode={facts.mode!r} is not a ForwardMode: want one of {names}")
-    for name in _COUNTS:
-        value = getattr(facts, name)
+    for name, value in zip(_COUNTS, _counts_of(facts), strict=True):
         if type(value) is not int or value < 0:
             _count(name, value)
 

@@ -3,10 +3,9 @@
 import itertools
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
 
-from jattn.dispatch import METHODS, DispatchFacts, explain, select_method, select_method_traced
+from jattn.dispatch import DispatchFacts, explain, select_method
 from jattn.modes import ForwardMode
 
 K = 131072
@@ -90,18 +89,6 @@ def test_everything_else_is_the_seeds(name):
             on: Any = dict(zip(flags, values, strict=True)) | dict(fused_qkv_a=True)
             facts = DispatchFacts(mode=ForwardMode[mode], sum_prefix_lens=prefix, sum_seq_lens=total, **on)
             assert newer(name, mode, prefix, total, **on) == select_method(name, facts).name
-
-
-@pytest.mark.parametrize("name", [*GENERIC, "aiter", "fa4", "triton", "native"])
-def test_traced_equals_host(name):
-    prefixes, totals = [0, 100, 8192, 9000], [K, K + 1, 500, 131072]
-    for mode, hip, sm100 in itertools.product(ForwardMode.__members__, (False, True), (False, True)):
-        on: Any = dict(hip=hip, sm100_or_sm110=sm100)
-        facts = DispatchFacts(
-            mode=ForwardMode[mode], sum_prefix_lens=jnp.array(prefixes), sum_seq_lens=jnp.array(totals), **on
-        )
-        got = [METHODS[i].name for i in select_method_traced(name, facts, rules="newer")]
-        assert got == [newer(name, mode, p, s, **on) for p, s in zip(prefixes, totals, strict=True)]
 
 
 def test_the_reason_names_the_generation_s_row():

@@ -192,7 +192,7 @@ def batches_of(prefixes: tuple, totals: tuple) -> list:
     for known in itertools.product((False, True), repeat=2):
         cells = [cell for cell in itertools.product(prefixes, totals) if tuple(x is not None for x in cell) == known]
         if cells:
-            arrays = [None if None in x else np.resize(np.array(x, np.int32), 10) for x in zip(*cells, strict=True)]
+            arrays = [None if None in x else jnp.asarray(np.resize(x, 10), jnp.int32) for x in zip(*cells, strict=True)]
             batches.append((cells, dict(zip(("sum_prefix_lens", "sum_seq_lens"), arrays, strict=True))))
     return batches
 

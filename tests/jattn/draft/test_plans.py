@@ -124,15 +124,20 @@ def planned(shape: DraftShape):
     """Every plan of a shape in one program, so that a shape compiles once."""
 
     def run(table, lens):
-        kv_lens = [step_kv_lens("ascend", lens, i, shape.topk) for i in range(shape.num_steps)]
+        def of_step(step):
+            kv_lens = step_kv_lens("ascend", lens, step, shape.topk)
+            return dict(
+                pages=branch_tables(table, lens, kv_lens, shape),
+                tokens=branch_tables(table, lens, kv_lens, shape, by_token=True),
+                cascades=cascade_step(table, lens, step, shape),
+            )
+
         return dict(
             slots=draft_slots(table, lens, shape),
             starts=branch_starts(lens, shape),
             copies=tail_copies(table, lens, shape),
             lists=kv_lists(table, lens, shape),
-            pages=[branch_tables(table, lens, n, shape) for n in kv_lens],
-            tokens=[branch_tables(table, lens, n, shape, by_token=True) for n in kv_lens],
-            cascades=[cascade_step(table, lens, i, shape) for i in range(shape.num_steps)],
+            steps=jax.vmap(of_step)(jnp.arange(shape.num_steps)),
         )
 
     return jax.jit(run)
@@ -152,7 +157,8 @@ def test_slots_lists_and_tables_equal_a_listing_slot_by_slot(topk, num_steps, pa
             want = [[*table[b, : lens[b]], *own[b, t, : i + 1]] for b in range(len(lens)) for t in range(topk)]
             check_lists(got["lists"], i, want)
             assert got["lists"].kv_indptr[i, -1] == used_len(int(lens.sum()), len(lens), i, topk)
-            check_tables(shape, table, lens, own, got, i, want)
+            step = jax.tree.map(lambda x, i=i: x[i], got["steps"])
+            check_tables(shape, table, lens, own, got["copies"], step, want)
 
 
 def check_lists(lists: IndexLists, step: int, want: list) -> None:
@@ -162,18 +168,18 @@ def check_lists(lists: IndexLists, step: int, want: list) -> None:
     assert indptr[-1] <= indices.size and not indices[indptr[-1] :].any()
 
 
-def check_tables(shape, table, lens, own, got, step: int, want: list) -> None:
+def check_tables(shape, table, lens, own, copies, step: dict, want: list) -> None:
     """What a paged kernel reads through the tables, after the tails are copied, is what the lists say."""
     holds = {int(slot): (b, i) for b in range(len(lens)) for i, slot in enumerate(table[b, : lens[b]])}
     holds |= {int(own[b, t, s]): (b, t, s) for b, t, s in np.ndindex(own.shape)}
-    for source, target in zip(*(x.reshape(-1) for x in got["copies"]), strict=True):
+    for source, target in zip(*(x.reshape(-1) for x in copies), strict=True):
         if source >= 0:
             assert int(target) not in holds
             holds[int(target)] = holds[int(source)]
     contents = [[holds[int(slot)] for slot in row] for row in want]
-    page_size, cascade = shape.page_size, got["cascades"][step]
-    assert [read(holds, got["pages"][step], z, page_size) for z in range(len(want))] == contents
-    assert [read(holds, got["tokens"][step], z, 1) for z in range(len(want))] == contents
+    page_size, cascade = shape.page_size, step["cascades"]
+    assert [read(holds, step["pages"], z, page_size) for z in range(len(want))] == contents
+    assert [read(holds, step["tokens"], z, 1) for z in range(len(want))] == contents
     for z, content in enumerate(contents):
         shared = read(holds, cascade.prefix, z // shape.topk, page_size)
         assert shared + read(holds, cascade.branch, z, page_size) == content
@@ -244,7 +250,10 @@ def chain_plans(row):
     """Plans of one row's second forward, and the same for parity; a row compiles once, whatever its variants."""
     variant = next(variant for variant, other in STEP_ROWS.items() if other == row)
     chain = DraftShape(topk=1, num_steps=3, page_size=4)
-    run = lambda *batch: [plan_step(variant, *batch, 1, chain, parity=parity) for parity in (False, True)]  # noqa: E731
+
+    def run(table, lens):
+        return [plan_step(variant, table, lens, 1, chain, parity=parity) for parity in (False, True)]
+
     return on_arrays(run, rows(400, 800), [6, 4])
 
 
@@ -272,10 +281,12 @@ def test_plan_of_a_step_by_variant(variant):
 @pytest.mark.parametrize("variant", ["triton", "fa3", "intel_amx", "flashmla"])
 def test_plans_run_inside_jit_with_a_traced_step(variant):
     shape = PAGED if FORMS[variant][1] else DraftShape(topk=1, num_steps=3, page_size=4)
-    plan = functools.partial(plan_step, variant, shape=shape)
-    both = jax.jit(
-        lambda table, lens, step: ([plan(table, lens, step=i) for i in range(2)], plan(table, lens, step=step))
-    )
+
+    @jax.jit
+    def both(table, lens, step):
+        wants = [plan_step(variant, table, lens, i, shape) for i in range(2)]
+        return wants, plan_step(variant, table, lens, step, shape)
+
     for step in range(2):
         wants, got = both(jnp.asarray(rows(400, 800)), jnp.array([6, 4]), step)
         assert jax.tree.all(jax.tree.map(lambda a, b: a.tolist() == b.tolist(), got, wants[step]))
