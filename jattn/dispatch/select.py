@@ -74,14 +74,21 @@ def select_method_traced(policy_name: str | None, facts: DispatchFacts, *, rules
     """
     check_static(facts)
     branches = _branches(policy_name, rules, static_facts(facts))
-    return _choose(Sums.of(facts).as_u32(), tuple((branch.asked, _INDEX[branch.method]) for branch in branches))
+    return _choose(
+        Sums.of(facts).as_u32(), branches=tuple((branch.asked, _INDEX[branch.method]) for branch in branches)
+    )
 
 
 def _decide(policy_name: str | None, facts: DispatchFacts, rules: str) -> "_Branch":
     facts = host_facts(facts)
     sums = Sums.of(facts)
-    branches = _branches(policy_name, rules, static_facts(facts))
-    return next(branch for branch in branches if all(QUESTIONS[question](sums) for question in branch.asked))
+    for branch in _branches(policy_name, rules, static_facts(facts)):
+        for question in branch.asked:
+            if not QUESTIONS[question](sums):
+                break
+        else:
+            return branch
+    raise AssertionError("a table ends in a row that always holds")
 
 
 @functools.partial(jax.jit, static_argnames="branches", inline=True)

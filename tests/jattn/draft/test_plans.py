@@ -24,13 +24,17 @@ CHAIN_AND_TREE = DraftShape(topk=2, num_steps=3)
 PAGED = DraftShape(topk=2, num_steps=3, page_size=4)
 
 
+# What is compiled here runs a few times: without optimisation it is there sooner, with the same integers.
+compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
 def rows(*bases: int, width: int = 24) -> np.ndarray:
     return np.array(bases, np.int32)[:, None] + np.arange(width, dtype=np.int32)[None]
 
 
 def on_arrays(run, table, lens):
     """run(table, lens) as one program, its arrays as NumPy's."""
-    return jax.tree.map(np.asarray, jax.jit(run)(jnp.asarray(table), jnp.asarray(lens, jnp.int32)))
+    return jax.tree.map(np.asarray, compiled(run)(jnp.asarray(table), jnp.asarray(lens, jnp.int32)))
 
 
 def test_worked_example_of_single_token_pages():
@@ -140,7 +144,7 @@ def planned(shape: DraftShape):
             steps=jax.vmap(of_step)(jnp.arange(shape.num_steps)),
         )
 
-    return jax.jit(run)
+    return compiled(run)
 
 
 @pytest.mark.parametrize(("topk", "num_steps", "page_size"), SHAPES)
@@ -282,7 +286,7 @@ def test_plan_of_a_step_by_variant(variant):
 def test_plans_run_inside_jit_with_a_traced_step(variant):
     shape = PAGED if FORMS[variant][1] else DraftShape(topk=1, num_steps=3, page_size=4)
 
-    @jax.jit
+    @compiled
     def both(table, lens, step):
         wants = [plan_step(variant, table, lens, i, shape) for i in range(2)]
         return wants, plan_step(variant, table, lens, step, shape)
