@@ -99,9 +99,9 @@ class Llama(nnx.Module):
     def __call__(self, tokens: jax.Array, cache: PagedKV, plan: Plan) -> tuple[jax.Array, PagedKV]:
         """tokens i32[rows] at `plan.positions` -> final hidden states [rows, d_model], cache with this step written."""
         x = self.embed[...][tokens]
-        phases = cos_sin(
-            plan.positions, inv_freq(self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
-        )
+        freq = inv_freq(self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
+        # behind a barrier: XLA would compute cos and sin again in each layer, three times
+        phases = jax.lax.optimization_barrier(cos_sin(plan.positions, freq))
         for layer, block in enumerate(self.layers):
             graphdef, params = nnx.split(block)
             x, cache = _apply_block(graphdef, params, x, phases, cache, plan, jnp.int32(layer))

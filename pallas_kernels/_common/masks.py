@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._common import ints
 from pallas_kernels._common.tiles import Tiles
 
 _KINDS = ("causal", "full", "tree")
@@ -73,8 +74,8 @@ def narrow(tiles: Tiles, rules: Rules, tree: Tree | None, block_q: int) -> Tiles
         else:
             used = jnp.maximum(tiles.rows - 1, 0)[:, None]
             rows = tiles.row[:, None] + jnp.minimum(jnp.arange(block_q, dtype=jnp.int32)[None], used)
-            oldest = jnp.min(tree.q_positions.at[rows].get(mode="clip"), axis=1)
-            low = jnp.clip(oldest - (rules.sliding_window - 1), 0, tree.starts[tiles.seq])
+            oldest = jnp.min(ints.clipped(tree.q_positions, rows), axis=1)
+            low = jnp.clip(oldest - (rules.sliding_window - 1), 0, ints.pick(tree.starts, tiles.seq))
     high = jnp.where(tiles.rows > 0, jnp.maximum(high, 0), 0)
     return tiles._replace(low=jnp.minimum(low, high), high=high)
 
@@ -94,12 +95,12 @@ def visible(rules: Rules, tree: Tree | None, tile: Tiles, rows: jax.Array, keys:
         place = (tile.first[:, None] + jnp.arange(block_q, dtype=jnp.int32)[None])[:, :, None]
         seen = held & (keys <= place)
         return seen if rules.sliding_window is None else seen & (place - keys < rules.sliding_window)
-    node = keys - tree.starts[tile.seq][:, None, None]
-    seen = held & ((node < 0) | _bit(tree.bits.at[rows].get(mode="clip"), node))
+    node = keys - ints.pick(tree.starts, tile.seq)[:, None, None]
+    seen = held & ((node < 0) | _bit(ints.clipped(tree.bits, rows), node))
     if rules.sliding_window is None:
         return seen
-    place = tree.q_positions.at[rows].get(mode="clip")[:, :, None]
-    nodes = tree.kv_positions.at[tile.seq[:, None], jnp.maximum(node[:, 0], 0)].get(mode="clip")[:, None, :]
+    place = ints.clipped(tree.q_positions, rows)[:, :, None]
+    nodes = ints.clipped(tree.kv_positions, tile.seq[:, None], jnp.maximum(node[:, 0], 0))[:, None, :]
     return seen & (place - jnp.where(node < 0, keys, nodes) < rules.sliding_window)
 
 

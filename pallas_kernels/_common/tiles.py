@@ -9,6 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._common import ints
+
 
 class Tiles(NamedTuple):
     """One entry a tile, i32[tiles] each; entries past the last real tile have `rows` 0 and an empty key range."""
@@ -50,19 +52,19 @@ def make(
     """
     num_seqs = seq_lens.shape[0]
     q_lens = jnp.where(chosen, cu_q_lens[1:] - cu_q_lens[:-1], 0)
-    per_seq = (q_lens + (block_q - 1)) // block_q
+    per_seq = ints.cdiv(q_lens, block_q)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(per_seq, dtype=jnp.int32)])
     ids = jnp.arange(num_tiles, dtype=jnp.int32)
     real = ids < starts[-1]
     seq = jnp.minimum(run_of(starts, ids), num_seqs - 1)
-    offset = (ids - starts[seq]) * block_q
+    offset = (ids - ints.pick(starts, seq)) * block_q
     tiles = Tiles(
         seq=seq,
-        row=jnp.where(real, cu_q_lens[seq] + offset, 0),
-        rows=jnp.where(real, jnp.minimum(q_lens[seq] - offset, block_q), 0),
-        first=seq_lens[seq] - q_lens[seq] + offset,
+        row=jnp.where(real, ints.pick(cu_q_lens, seq) + offset, 0),
+        rows=jnp.where(real, jnp.minimum(ints.pick(q_lens, seq) - offset, block_q), 0),
+        first=ints.pick(seq_lens - q_lens, seq) + offset,
         low=jnp.zeros_like(seq),
-        high=jnp.where(real, seq_lens[seq], 0),
+        high=jnp.where(real, ints.pick(seq_lens, seq), 0),
     )
     return tiles, starts
 
@@ -70,14 +72,19 @@ def make(
 def split(tiles: Tiles, *, block_kv: int, splits: int) -> Runs:
     """Each tile's key blocks in `splits` even parts, all parts ordered by length."""
     num = tiles.seq.shape[0] * splits
-    part = jnp.arange(num, dtype=jnp.int32) % splits
+    part = ints.rem(jnp.arange(num, dtype=jnp.int32), splits)
     tiles = jax.tree.map(lambda x: jnp.repeat(x, splits, total_repeat_length=num), tiles)
-    begin, end = tiles.low // block_kv, (tiles.high + (block_kv - 1)) // block_kv
-    share = (end - begin + (splits - 1)) // splits
+    begin, end = ints.div(tiles.low, block_kv), ints.cdiv(tiles.high, block_kv)
+    share = ints.cdiv(end - begin, splits)
     begin = jnp.minimum(begin + part * share, end)
     end = jnp.where(tiles.high > tiles.low, jnp.minimum(begin + share, end), begin)
     if num == 1:
         return Runs(tiles, begin, end, jnp.zeros(1, jnp.int32))
     order = jnp.argsort(begin - end, stable=True)
-    rank = jnp.zeros(num, jnp.int32).at[order].set(jnp.arange(num, dtype=jnp.int32), unique_indices=True)
-    return Runs(jax.tree.map(lambda x: x[order], tiles), begin[order], end[order], rank)
+    rank = (
+        jnp.zeros(num, jnp.int32)
+        .at[order]
+        .set(jnp.arange(num, dtype=jnp.int32), unique_indices=True, wrap_negative_indices=False)
+    )
+    tiles, begin, end = jax.tree.map(lambda x: ints.pick(x, order), (tiles, begin, end))
+    return Runs(tiles, begin, end, rank)

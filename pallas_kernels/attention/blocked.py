@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._common import float8, masks, rows, softmax, tiles
+from pallas_kernels._common import float8, ints, masks, rows, softmax, tiles
 from pallas_kernels._common.masks import Rules, Tree
 from pallas_kernels._common.rows import Stored
 from pallas_kernels._common.softmax import Carry
@@ -67,18 +67,19 @@ def _attend_class(problem: Problem, config: Config, chosen, num_tiles: int, out,
     ids = jnp.arange(problem.q.shape[0], dtype=jnp.int32)
     num_seqs = problem.seq_lens.shape[0]
     seq = jnp.minimum(tiles.run_of(problem.cu_q_lens, ids), num_seqs - 1)
-    real = (ids < problem.cu_q_lens[-1]) & chosen[seq]
-    offset = jnp.where(real, ids - problem.cu_q_lens[seq], 0)
-    tile = jnp.where(real, starts[seq] + offset // config.block_q, 0)
+    real = (ids < problem.cu_q_lens[-1]) & ints.pick(chosen, seq)
+    offset = jnp.where(real, ids - ints.pick(problem.cu_q_lens, seq), 0)
+    tile = jnp.where(real, ints.pick(starts, seq) + ints.div(offset, config.block_q), 0)
     if problem.splits == 1:
-        run, row = runs.rank[tile], offset % config.block_q
+        run, row = ints.pick(runs.rank, tile), ints.rem(offset, config.block_q)
     else:
         part = jnp.arange(problem.splits, dtype=jnp.int32)[:, None]
-        run = runs.rank[tile[None] * problem.splits + part]
-        row = jnp.broadcast_to((offset % config.block_q)[None], run.shape)
+        run = ints.pick(runs.rank, tile[None] * problem.splits + part)
+        row = jnp.broadcast_to(ints.rem(offset, config.block_q)[None], run.shape)
     keep = jnp.broadcast_to(real, run.shape)[..., None]
     rest_out, rest_lse = (jnp.zeros((), out.dtype), -jnp.inf) if only else (out, lse)
-    return jnp.where(keep[..., None], outs[run, row], rest_out), jnp.where(keep, lses[run, row], rest_lse)
+    out, lse = ints.pick(outs, run, row), ints.pick(lses, run, row)
+    return jnp.where(keep[..., None], out, rest_out), jnp.where(keep, lse, rest_lse)
 
 
 def _run_all(problem: Problem, config: Config, runs: Runs, out_type):
@@ -93,14 +94,19 @@ def _run_all(problem: Problem, config: Config, runs: Runs, out_type):
     def group(i, state):
         outs, lses = state
         at = i * lanes
-        tile, begin, end = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, at, lanes), padded)
+        tile, begin, end = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, at, lanes, allow_negative_indices=False), padded
+        )
         out, lse = _finish(problem, config, _run(problem, config, tile, begin, end))
-        outs = lax.dynamic_update_slice_in_dim(outs, out.astype(out_type), at, 0)
-        return outs, lax.dynamic_update_slice_in_dim(lses, lse, at, 0)
+        return _put(outs, out.astype(out_type), at), _put(lses, lse, at)
 
     shape = (num + extra, config.block_q, q_heads)
     start = (jnp.zeros((*shape, v_dim), out_type), jnp.full(shape, -jnp.inf, jnp.float32))
-    return lax.fori_loop(0, (busy + (lanes - 1)) // lanes, group, start)
+    return lax.fori_loop(0, ints.cdiv(busy, lanes), group, start)
+
+
+def _put(x, part, at):
+    return lax.dynamic_update_slice_in_dim(x, part, at, 0, allow_negative_indices=False)
 
 
 def _run(problem: Problem, config: Config, tile: Tiles, begin, end) -> Carry:
@@ -109,7 +115,7 @@ def _run(problem: Problem, config: Config, tile: Tiles, begin, end) -> Carry:
     lanes = begin.shape[0]
     kv_heads, group = problem.heads
     q_rows = tile.row[:, None] + jnp.arange(config.block_q, dtype=jnp.int32)[None]
-    q = problem.q.at[q_rows].get(mode="clip").reshape(lanes, config.block_q, kv_heads, group, problem.q.shape[2])
+    q = ints.clipped(problem.q, q_rows).reshape(lanes, config.block_q, kv_heads, group, problem.q.shape[2])
     q = jnp.swapaxes(q, 1, 2).reshape(lanes, kv_heads, config.block_q * group, problem.q.shape[2])
     step = functools.partial(_step, problem, config)
     carry = softmax.empty((lanes, kv_heads, config.block_q * group), problem.stored.v.shape[2])
@@ -125,10 +131,12 @@ def _run(problem: Problem, config: Config, tile: Tiles, begin, end) -> Carry:
         return carry
 
     def alone(lane, carry):
-        mine = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, lane, 1), (inputs, carry))
-        left = lax.dynamic_index_in_dim(end - begin, lane, keepdims=False)
+        mine = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, lane, 1, allow_negative_indices=False), (inputs, carry)
+        )
+        left = ints.pick(end - begin, lane)
         done = lax.fori_loop(shared, left, lambda i, c: advance(i, mine[0], c), mine[1])
-        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, lane, 0), carry, done)
+        return jax.tree.map(lambda x, y: _put(x, y, lane), carry, done)
 
     return lax.fori_loop(0, jnp.sum(end - begin > shared, dtype=jnp.int32), alone, carry)  # longest first
 
