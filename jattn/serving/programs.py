@@ -1,7 +1,9 @@
 """The compiled programs of an engine: lowered and compiled before the first token, so that serving never compiles."""
 
+import ctypes
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 
 import jax
@@ -53,6 +55,7 @@ def compile_programs(
     table = _lowerings(graphdef, params, state, config)
     ready: dict[str, Callable] = {}
     for name, lower in table.items():  # one after another: side by side XLA would hold the memory of all at once
+        _return_freed_memory()
         ready[name] = lower().compile()
         on_program(len(ready), len(table))
     return Programs(
@@ -61,6 +64,13 @@ def compile_programs(
         admit=ready["admit"],
         release=ready["release"],
     )
+
+
+def _return_freed_memory() -> None:
+    # glibc keeps what loading and each compilation freed, 30 to 200 MB for a model of 135M, and the peak grows by it
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Callable]:
