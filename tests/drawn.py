@@ -168,14 +168,14 @@ class Inputs:
 
 
 def quantise(x, dtype, scale=None):
-    """(stored, scale) of rows x [..., heads, dim]: value / scale, saturated, to nearest even; scale None measures."""
+    """(stored, scale) of rows x [..., heads, dim], exactly as `write_kv` says; scale None measures."""
     x = np.asarray(x, np.float32)
     largest = np.float32(127 if dtype == np.int8 else float(ml_dtypes.finfo(dtype).max))
     if scale is None:
         top = np.abs(x).max(-1)
         scale = np.where(top > 0, top / largest, np.float32(1))
     scale = np.array(np.broadcast_to(np.asarray(scale, np.float32), x.shape[:-1]))
-    scaled = np.clip(x / scale[..., None], -largest, largest)
+    scaled = np.clip(x * (np.float32(1) / scale)[..., None], -largest, largest)
     return (np.round(scaled) if dtype == np.int8 else scaled).astype(dtype), scale
 
 

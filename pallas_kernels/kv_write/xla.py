@@ -31,7 +31,8 @@ def write_kv(
       slots: i32[tokens], page * page_size + offset within the layer; -1, or past the layer's end, writes nothing.
       page_offset: first page of the layer; may be traced.
       num_pages: pages a layer (static), so that no slot reaches the next one; None: all pages after `page_offset`.
-      k_scale, v_scale: f32 scalars; the stored value is value / scale, saturated and rounded to nearest even.
+      k_scale, v_scale: f32 scalars; the stored value is value * (1 / scale) in float32, saturated and rounded to
+        nearest even.
       k_scales, v_scales: f32[pages_total, page_size, kv_heads]; each row of each head gets its own scale,
         absolute maximum / largest stored value, which is written there.
       kv_dtype: what uint8 pages are the bits of, float8_e4m3fn or float8_e5m2; None for other pages.
@@ -51,7 +52,8 @@ def write_kv(
             float8.to_stored(_stored(x, scale, kind), k_pages.dtype) for x, scale in ((k, k_scale), (v, v_scale))
         )
         return _put((k_pages, v_pages), values, rows, held)
-    scales = (_row_scale(k, kind), _row_scale(v, kind))
+    # Without the barrier 1 / (top / largest) becomes largest / top: rows would be divided by another scale than theirs.
+    scales = jax.lax.optimization_barrier((_row_scale(k, kind), _row_scale(v, kind)))
     values = (
         float8.to_stored(_stored(x, scale[..., None], kind), k_pages.dtype)
         for x, scale in zip((k, v), scales, strict=True)
@@ -107,6 +109,7 @@ def _row_scale(values, dtype):
 def _stored(values, scale, dtype):
     if dtype.itemsize > 1:
         return values.astype(dtype)
-    values = values.astype(jnp.float32) if scale is None else values.astype(jnp.float32) / scale
+    # A division by a broadcast scale is a product with its reciprocal on some platforms: say so, and it is on all.
+    values = values.astype(jnp.float32) if scale is None else values.astype(jnp.float32) * (1.0 / scale)
     values = jnp.clip(values, -_largest(dtype), _largest(dtype))
     return (jnp.round(values) if jnp.issubdtype(dtype, jnp.integer) else values).astype(dtype)
