@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jattn.backends import POLICIES
 from jattn.dispatch import cli as dispatch
+from jattn.draft import cli as draft
 from jattn.platforms import PLATFORMS
 
 
@@ -188,7 +189,8 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sinks", action="store_true", help="attention sinks")
     parser.add_argument("--alibi", action="store_true", help="ALiBi (not offered: prints who lacks it)")
     parser.add_argument("--kv-dtype", help="dtype of the cache")
-    dispatch.add_arguments(parser, skip=("mode", "prefix", "platform", "num_steps"))
+    dispatch.add_arguments(parser, skip=("mode", "prefix", "platform"))
+    draft.add_arguments(parser, skip=("num_steps",))
     parser.set_defaults(run=_explain)
 
 
@@ -208,7 +210,7 @@ def _explain(args: argparse.Namespace) -> int:
     from jattn.platforms import detect, platform_named
     from jattn.spec import AttnSpec
 
-    forms = dispatch.run(args)  # checks the mode's name, too
+    forms = [dispatch.run(args), draft.run(args)]  # checks the mode's name, too
     heads = _heads_of(args.model) if args.model else (args.q_heads, args.kv_heads, args.head_dim)
     spec = AttnSpec(
         num_q_heads=heads[0],
@@ -229,7 +231,7 @@ def _explain(args: argparse.Namespace) -> int:
     )
     print(explain(spec, args.policy, platform_named(args.platform) if args.platform else detect(), batch))
     print("\nforms that an MLA model would take, and the rows that decided:")
-    print(forms)
+    print("\n".join(filter(None, forms)))
     return 0
 
 

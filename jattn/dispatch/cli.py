@@ -50,10 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, skip: tuple[str, ...] = ()
     add("seq_lens_sum", type=int, metavar="N", help="tokens over the batch, new ones included (default: not known)")
     add("prefill_policy", default="native", metavar="NAME", help="policy of prefills (default: native)")
     add("decode_policy", default="native", metavar="NAME", help="policy of decodes (default: native)")
-    add("draft_policy", metavar="NAME", help="the draft model's own policy; adds the draft's phases")
     add("speculative_attention_mode", default="prefill", metavar="HALF", help="prefill or decode: what verifies")
-    add("topk", type=int, default=1, help="branches of the draft tree (default: 1)")
-    add("num_steps", type=int, default=3, help="drafts a round (default: 3)")
     add("platform", metavar="NAME", help="a row of `jattn platforms` (default: cpu)")
     add("rules", default="seed", help="seed or newer, the generation of the original's rules (default: seed)")
     for name, text in _COUNTS.items():
@@ -65,26 +62,28 @@ def add_arguments(parser: argparse.ArgumentParser, *, skip: tuple[str, ...] = ()
 def run(args: argparse.Namespace) -> str:
     """What each phase takes, a line a phase: phase, policy, method, and the rows that decided.
 
-    Raises: ValueError for an unknown mode, policy, platform or attention mode, and what the draft factory refuses.
+    Raises: ValueError for an unknown mode, policy, platform or attention mode.
 
     >>> parser = argparse.ArgumentParser()
     >>> add_arguments(parser)
     >>> print(run(parser.parse_args("--mode extend --prefix 9000 --prefill-policy triton".split())))
     extend           triton          MLA                 triton 4 (otherwise), then subtype 4 (otherwise)
     """
-    pair = HybridPair(
+    pair, facts = pair_of(args), facts_of(args)
+    return "\n".join(line(mode.name, pair.dispatch_name(mode), mode, facts, args.rules) for mode in _modes(args.mode))
+
+
+def pair_of(args: argparse.Namespace) -> HybridPair:
+    """The names of both halves. Raises: ValueError for an unknown name or attention mode."""
+    return HybridPair(
         prefill=policy_named(args.prefill_policy).name,
         decode=policy_named(args.decode_policy).name,
         attention_mode=args.speculative_attention_mode,
     )
-    facts = _facts(args)
-    lines = [_line(mode.name, pair.dispatch_name(mode), mode, facts, args.rules) for mode in _modes(args.mode)]
-    if args.draft_policy is not None:
-        lines += _draft_lines(args, pair, facts)
-    return "\n".join(lines)
 
 
-def _facts(args: argparse.Namespace) -> DispatchFacts:
+def facts_of(args: argparse.Namespace) -> DispatchFacts:
+    """The facts given, with those of the platform; the mode is yet to be set."""
     platform = platform_named(args.platform or "cpu")
     prefix = args.prefix if isinstance(args.prefix, int) else sum(args.prefix)
     given = {name: getattr(args, name) for name in (*_COUNTS, *_FLAGS)}
@@ -93,34 +92,13 @@ def _facts(args: argparse.Namespace) -> DispatchFacts:
     return DispatchFacts(mode=ForwardMode.IDLE, sum_prefix_lens=prefix, sum_seq_lens=args.seq_lens_sum, **given)
 
 
-def _modes(name: str | None) -> list[ForwardMode]:
-    if name is None:
-        return list(ForwardMode)
-    return [named({mode.name.lower(): mode for mode in ForwardMode}, name.lower(), what="mode")]
-
-
-def _line(phase: str, policy: str | None, mode: ForwardMode, facts: DispatchFacts, rules: str) -> str:
+def line(phase: str, policy: str | None, mode: ForwardMode, facts: DispatchFacts, rules: str) -> str:
+    """What one phase takes, in columns."""
     decision = explain(policy, dataclasses.replace(facts, mode=mode), rules=rules)
     return f"{phase.lower():<16} {policy!s:<15} {decision.method:<19} {', then '.join(map(str, decision.rows))}"
 
 
-def _draft_lines(args: argparse.Namespace, pair: HybridPair, facts: DispatchFacts) -> list[str]:
-    # Imported here: the draft factory builds on the dispatch, and only this command looks the other way.
-    from jattn.draft import DraftConfig, create_decode_backend, create_draft_extend_backend
-
-    config = DraftConfig(
-        platform=platform_named(args.platform or "cpu"),
-        use_mla=True,
-        topk=args.topk,
-        num_steps=args.num_steps,
-        draft_backend=policy_named(args.draft_policy).name,
-        prefill_backend=pair.prefill,
-        decode_backend=pair.decode,
-        attention_mode=pair.attention_mode,
-    )
-    container, extend = create_decode_backend(config), create_draft_extend_backend(config)
-    lines = [f"draft decode     none            num_steps={args.num_steps}: draft-extend gives the only level"]
-    if container is not None:
-        lines = [_line("draft decode", container.decode_stamp, ForwardMode.DECODE, facts, args.rules)]
-    # The half that a stamped backend's draft-extend goes by does not matter: both stamps are alike.
-    return [*lines, _line("draft extend", extend.prefill_stamp, ForwardMode.DRAFT_EXTEND_V2, facts, args.rules)]
+def _modes(name: str | None) -> list[ForwardMode]:
+    if name is None:
+        return list(ForwardMode)
+    return [named({mode.name.lower(): mode for mode in ForwardMode}, name.lower(), what="mode")]

@@ -4,6 +4,7 @@ import argparse
 
 import pytest
 
+from jattn.cli import main
 from jattn.dispatch import cli
 from jattn.modes import ForwardMode
 
@@ -27,7 +28,11 @@ EXPANDED = {
     ("nsa", "--dsa-use-mha"): ("MHA_ONE_SHOT", "MHA_ONE_SHOT", "MHA_ONE_SHOT", "MHA_ONE_SHOT"),
     ("triton", ""): ("MHA", "MLA", "MLA", "MLA"),
     ("cutedsl_mla", ""): ("MHA", "MLA", "MLA", "MLA"),
+    ("trtllm_mha", ""): ("MHA", "MLA", "MLA", "MLA"),
+    ("intel_amx", ""): ("MHA", "MLA", "MLA", "MLA"),
     ("hybrid_linear_attn", ""): ("MHA", "MLA", "MLA", "MLA"),
+    ("dsv4", ""): ("MHA", "MLA", "MLA", "MLA"),
+    ("qsa", ""): ("MHA", "MLA", "MLA", "MLA"),
     ("ascend", ""): ("MHA_NPU", "MHA_NPU", "MHA_NPU", "MLA_NPU"),
     ("ascend", "--dsa-model"): ("DSA_NPU", "DSA_NPU", "DSA_NPU", "DSA_NPU"),
 }
@@ -42,11 +47,18 @@ def output(options: str) -> list[list[str]]:
     return [[line[:16].strip(), *line[16:].split(maxsplit=2)] for line in lines]
 
 
+def printed(capsys, options: str) -> list[list[str]]:
+    """The same columns, as the whole command prints them."""
+    assert main(["explain", "--platform", "cuda-sm90", *options.split()]) == 0
+    _, forms = capsys.readouterr().out.split("forms that an MLA model would take, and the rows that decided:\n")
+    return [[line[:16].strip(), *line[16:].split(maxsplit=2)] for line in forms.splitlines()]
+
+
 @pytest.mark.parametrize(("name", "options"), EXPANDED)
-def test_each_row_of_the_mode_table_is_printed(name, options):
-    *extends, other = EXPANDED[name, options]
-    for prefix, want in zip((0, 100, 8192), extends, strict=True):
-        lines = output(f"--prefill-policy {name} --decode-policy {name} --prefix {prefix} {options}")
+def test_each_row_of_the_mode_table_is_printed(capsys, name, options):
+    none, below, reached, other = EXPANDED[name, options]
+    for prefix, want in ((0, none), (1, below), (100, below), (8191, below), (8192, reached), (9000, reached)):
+        lines = printed(capsys, f"--prefill-policy {name} --decode-policy {name} --prefix {prefix} {options}")
         assert [line[0] for line in lines] == [mode.name.lower() for mode in ForwardMode]
         assert [line[1] for line in lines] == [name] * 9
         assert [line[2] for line in lines] == [want if line[0] in EXTENDS else other for line in lines]
@@ -68,16 +80,6 @@ def test_each_phase_goes_by_its_half():
             "split_prefill": "fa3",
             "dllm_extend": "fa3",
         }
-
-
-def test_a_drafts_phases_go_by_its_stamps():
-    lines = output("--mode decode --draft-policy cutedsl_mla --platform cuda-sm100")[1:]
-    assert [line[:3] for line in lines] == [
-        ["draft decode", "cutedsl_mla", "MLA"],
-        ["draft extend", "trtllm_mla", "MLA"],
-    ]
-    assert lines[0][3].startswith("triton 4") and lines[1][3].startswith("trtllm_mla 4")
-    assert output("--mode decode --draft-policy nsa --num-steps 1")[1:][0][:2] == ["draft decode", "none"]
 
 
 def test_flags_platform_and_rules_reach_the_facts():
@@ -103,12 +105,10 @@ def test_lengths_may_come_as_a_list_and_options_may_exist_already():
     [
         ("--mode extent", "unknown mode 'extent': want one of extend, "),
         ("--prefill-policy fa5", "unknown policy 'fa5': want one of fa"),
-        ("--draft-policy fa5", "unknown policy 'fa5': want one of fa"),
         ("--platform cuda", "unknown platform 'cuda': want one of "),
         ("--speculative-attention-mode both", "attention_mode='both': want 'prefill' or 'decode'"),
         ("--rules old", "unknown rules 'old': want one of seed, newer"),
         ("--prefix -1", "sum_prefix_lens=-1 is negative"),
-        ("--draft-policy cutlass_mla", "EAGLE is not supported in decode attention backend cutlass_mla"),
     ],
 )
 def test_bad_input_is_one_sentence(options, text):

@@ -161,11 +161,6 @@ def subtype(mode: str, flags: dict) -> str:
     return first_match(SUB_ROWS, tuple(str(int(x)) for x in on))
 
 
-def prefix_class(prefix: int | None, threshold: int) -> str:
-    prefix = prefix or 0
-    return "0" if prefix == 0 else ">" if prefix >= threshold else "<"
-
-
 def facts(**fields: Any) -> DispatchFacts:
     return DispatchFacts(**fields)
 
@@ -177,57 +172,70 @@ def flag_values(columns: tuple[str, ...], has_sub: bool):
         yield dict(zip(names, values, strict=True))
 
 
-def limits_of(columns: tuple[str, ...]):
-    """The limits, with one sum for each that no column reads."""
-    for threshold, capacity, prefixes, totals in LIMITS:
-        yield threshold, capacity, prefixes if "P" in columns else (9000,), totals if "S" in columns else (None,)
-        if not {"P", "S"} & set(columns):
-            return
-
-
 @functools.cache
-def batches_of(prefixes: tuple, totals: tuple) -> list:
+def limits_of(columns: tuple[str, ...]) -> list:
+    """Limits, each with its cells: a pair of sums and their classes. One sum stands for each that no column reads."""
+    limits = []
+    for threshold, capacity, prefixes, totals in LIMITS if {"P", "S"} & set(columns) else LIMITS[:1]:
+        cells = {}
+        for prefix in prefixes if "P" in columns else (9000,):
+            side = "<" if (prefix or 0) < threshold else ">"
+            for total in totals if "S" in columns else (None,):
+                fits = "fit" if (total or 0) <= capacity else "not"
+                cells[prefix, total] = "0" if not prefix else side, fits
+        limits.append((dict(chunked_prefix_threshold=threshold, max_chunk_capacity=capacity), cells, batches_of(cells)))
+    return limits
+
+
+def batches_of(cells) -> list:
     """The cells in batches that know the same sums, each with its two arrays; all are padded to one length."""
     batches = []
     for known in itertools.product((False, True), repeat=2):
-        cells = [cell for cell in itertools.product(prefixes, totals) if tuple(x is not None for x in cell) == known]
-        if cells:
-            arrays = [None if None in x else jnp.asarray(np.resize(x, 10), jnp.int32) for x in zip(*cells, strict=True)]
-            batches.append((cells, dict(zip(("sum_prefix_lens", "sum_seq_lens"), arrays, strict=True))))
+        alike = [cell for cell in cells if tuple(x is not None for x in cell) == known]
+        if alike:
+            sums = [None if None in x else jnp.asarray(np.resize(x, 10), jnp.int32) for x in zip(*alike, strict=True)]
+            batches.append((alike, dict(zip(("sum_prefix_lens", "sum_seq_lens"), sums, strict=True))))
     return batches
 
 
-@pytest.mark.parametrize("name", HANDLERS)
-def test_every_cell_is_its_row_of_the_table_on_the_host_and_traced(name):
+def statics_of(name):
+    """Every combination of the static facts that the table of a name reads.
+
+    Yields: the facts; the method for each class of sums; whether an unknown prefix is an error.
+    """
     columns, rows = parsed(HANDLERS[name])
     has_sub = any(method == "SUB" for _, method in rows)
     for mode, flags in itertools.product(ForwardMode.__members__, flag_values(columns, has_sub)):
         static = {key: str(int(bool(value))) for key, value in flags.items()} | {"W": str(int(mode in W_MODES))}
-        sub = subtype(mode, flags) if has_sub else ""
-        given = dict(mode=ForwardMode[mode], **{FLAGS[flag]: value for flag, value in flags.items()})
+        methods = {}
+        for p, s in itertools.product("0<>", ("fit", "not")):
+            method = first_match(rows, tuple([{**static, "P": p, "S": s}[column] for column in columns]))
+            methods[p, s] = AttnForwardMethod[subtype(mode, flags) if method == "SUB" else method]
         must_know = HANDLERS[name] is TRITON and [static[c] for c in ("W", "PCG", "DET")] == ["1", "0", "0"]
-        for threshold, capacity, prefixes, totals in limits_of(columns):
-            given |= dict(chunked_prefix_threshold=threshold, max_chunk_capacity=capacity)
-            host = {}
-            for prefix, total in itertools.product(prefixes, totals):
-                made = facts(sum_prefix_lens=prefix, sum_seq_lens=total, **given)
+        yield dict(mode=ForwardMode[mode], **{FLAGS[key]: value for key, value in flags.items()}), methods, must_know
+
+
+@pytest.mark.parametrize("name", HANDLERS)
+def test_every_cell_is_its_row_of_the_table_on_the_host_and_traced(name):
+    columns, _ = parsed(HANDLERS[name])
+    for static, methods, must_know in statics_of(name):
+        for limits, cells, batches in limits_of(columns):
+            given: Any = static | limits
+            for (prefix, total), sides in cells.items():
+                made = DispatchFacts(sum_prefix_lens=prefix, sum_seq_lens=total, **given)
                 if must_know and prefix is None:
                     with pytest.raises(TypeError, match="sum_prefix_lens is None"):
                         select_method(name, made)
-                    continue
-                lens = {"P": prefix_class(prefix, threshold), "S": "fit" if (total or 0) <= capacity else "not"}
-                want = first_match(rows, tuple([static[c] if c in static else lens[c] for c in columns]))
-                want = AttnForwardMethod[sub if want == "SUB" else want]
-                assert select_method(name, made) is want, (name, made)
-                host[prefix, total] = want
-            for cells, sums in batches_of(prefixes, totals):
-                made = facts(**sums, **given)
+                else:
+                    assert select_method(name, made) is methods[sides], (name, made)
+            for alike, sums in batches:
+                made = DispatchFacts(**sums, **given)
                 if must_know and sums["sum_prefix_lens"] is None:
                     with pytest.raises(TypeError, match="sum_prefix_lens is None"):
                         select_method_traced(name, made)
-                    continue
-                got = np.asarray(select_method_traced(name, made)).reshape(-1).tolist()
-                assert [METHODS[i] for i in got[: len(cells)]] == [host[cell] for cell in cells], (name, made)
+                else:
+                    got = np.asarray(select_method_traced(name, made)).reshape(-1)[: len(alike)].tolist()
+                    assert [METHODS[index] for index in got] == [methods[cells[cell]] for cell in alike], (name, made)
 
 
 # What a handler may look at, in columns; a random change of anything else changes nothing.
