@@ -3,6 +3,7 @@
 from jattn.dispatch.backend_facts import dsa_prefill_uses_mha, facts_from
 from jattn.dispatch.defaults import default_policy
 from jattn.dispatch.facts import DispatchFacts
+from jattn.dispatch.knobs import check_deterministic, chunked_prefix_disabled
 from jattn.dispatch.methods import METHODS, AttnForwardMethod
 from jattn.dispatch.names import HybridPair
 from jattn.dispatch.select import Explanation, explain, select_method, select_method_traced
@@ -13,6 +14,8 @@ __all__ = [
     "DispatchFacts",
     "Explanation",
     "HybridPair",
+    "check_deterministic",
+    "chunked_prefix_disabled",
     "default_policy",
     "dsa_prefill_uses_mha",
     "explain",

@@ -7,6 +7,7 @@ from jattn.dispatch.facts import DispatchFacts
 from jattn.dispatch.names import HybridPair
 from jattn.modes import ForwardMode
 from jattn.platforms import Platform
+from jattn.platforms.lookup import named
 
 # Fact -> the attribute of the attention layer that holds it.
 _LAYER = {
@@ -106,8 +107,10 @@ def dsa_prefill_uses_mha(
       dense_threshold: tokens that the indexer selects.
       in_graph: inside a piecewise or breakable graph.
       one_shot_allowed, and gfx95: read by rules="newer" only.
+
+    Raises: ValueError for unknown rules.
     """
-    newer = rules == "newer"
+    newer = named({"seed": False, "newer": True}, rules, what="rules")
     device = (platform.is_cuda and platform.sm // 10 in (9, 10)) or (newer and platform.is_gfx95)
     return (
         not in_graph

@@ -140,6 +140,8 @@ def test_dense_prefill_holds_iff_every_condition_does():
     for broken in conditions:
         assert not dense(**broken)
     assert dense(one_shot_allowed=False) and dense(platform=PLATFORMS["rocm-gfx950"], rules="newer")
+    with pytest.raises(ValueError, match="unknown rules 'old': want one of seed, newer"):
+        dense(rules="old")
     assert [m.name for m in ForwardMode if dense(m.name)] == ["EXTEND", "MIXED", "SPLIT_PREFILL", "DLLM_EXTEND"]
 
 

@@ -1,11 +1,15 @@
 """What the target reads when it verifies, against a listing key by key over random trees."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jattn.draft.block_tables import BlockTable, Cascade
 from jattn.draft.verify import (
+    ListVerify,
     full_mask,
     pack_mask_bits,
     verify_cascade,
@@ -15,6 +19,7 @@ from jattn.draft.verify import (
     verify_window,
     window_lists,
 )
+from jattn.draft.verify_plans import VERIFY_ROWS, plan_verify
 
 NUM_NODES, WIDTH, PAGE = 5, 20, 4
 
@@ -110,3 +115,64 @@ def test_mask_bits_are_lowest_first_and_start_at_whole_bytes():
         unpacked = np.unpackbits(bits[starts[b] : starts[b + 1]], bitorder="little")
         block = mask[indptr[b] : indptr[b + 1]]
         assert unpacked[: block.size].tolist() == block.tolist() and not unpacked[block.size :].any()
+
+
+# variant -> what verifies a chain, what verifies a tree (None: refused)
+FORMS = {
+    "triton": (ListVerify, ListVerify),
+    "flashinfer": (ListVerify, ListVerify),
+    "aiter": (ListVerify, ListVerify),
+    "fa3": (BlockTable, Cascade),
+    "fa4": (BlockTable, Cascade),
+    "fa3_musa": (BlockTable, Cascade),
+    "fa4_musa": (BlockTable, Cascade),
+    "intel_xpu": (BlockTable, Cascade),
+    "flashinfer_mla": (BlockTable, None),
+    "flashmla": (BlockTable, None),
+    "trtllm_mha": (BlockTable, None),
+    "trtllm_mla": (BlockTable, None),
+    "cutedsl_mla": (BlockTable, None),
+    "tokenspeed_mla": (BlockTable, None),
+    "ascend": (BlockTable, None),
+    "dsa": (BlockTable, None),
+}
+
+
+def test_every_verifying_variant_has_a_form():
+    assert set(VERIFY_ROWS) == set(FORMS)
+    with pytest.raises(ValueError, match="unknown verifying variant 'native': want one of"):
+        plan_verify("native", jnp.zeros((1, 8), jnp.int32), jnp.array([3]), NUM_NODES, PAGE)
+
+
+@pytest.mark.parametrize("variant", FORMS)
+def test_plan_of_a_verification_by_variant(variant):
+    table, lens, mask, depths = map(jnp.asarray, drawn(0))
+    plan = functools.partial(plan_verify, variant, num_nodes=NUM_NODES, page_size=PAGE)
+    of_chain, of_tree = FORMS[variant]
+    chain = jax.eval_shape(plan, table, lens)
+    assert isinstance(chain, of_chain)
+    if isinstance(chain, BlockTable):
+        rows = 3 * NUM_NODES if variant == "dsa" else 3
+        assert chain.causal and chain.cu_q_lens.shape == (rows + 1,) and chain.page_table.shape == (rows, WIDTH // PAGE)
+    if of_tree is None:
+        with pytest.raises(ValueError, match=f"{variant} verifies chains, so it takes no tree_mask: draft with topk=1"):
+            plan(table, lens, tree_mask=mask)
+    else:
+        assert isinstance(jax.eval_shape(functools.partial(plan, tree_mask=mask), table, lens), of_tree)
+    if of_tree is Cascade:
+        windowed = functools.partial(plan_verify, variant, num_nodes=NUM_NODES, page_size=1, tree_mask=mask, window=3)
+        assert isinstance(jax.eval_shape(functools.partial(windowed, depths=depths), table, lens), BlockTable)
+        with pytest.raises(ValueError, match=f"a windowed tree with page_size=4 under {variant}: want page_size=1"):
+            plan(table, lens, tree_mask=mask, depths=depths, window=3)
+
+
+def test_chains_as_lists_are_causal_and_aiter_reads_mla_in_one_pass():
+    def run(table, lens):
+        lists = [plan_verify(name, table, lens, 2, 1) for name in ("triton", "flashinfer")]
+        return lists, plan_verify("aiter", table, lens, 2, 1, use_mla=True), plan_verify("dsa", table, lens, 2, 1)
+
+    (prefix, paged), mla, by_row = jax.jit(run)(jnp.arange(8)[None] + 40, jnp.array([1]))
+    assert prefix.custom_mask[:6].tolist() == paged.custom_mask[:6].tolist() == [True, True, False, True, True, True]
+    assert prefix.kv_indptr.tolist() == [0, 1] and paged.kv_indices[:3].tolist() == [40, 41, 42]
+    assert isinstance(mla, BlockTable) and mla.cache_seqlens.tolist() == [3] and mla.cu_q_lens.tolist() == [0, 2]
+    assert by_row.cache_seqlens.tolist() == [2, 3] and by_row.page_table.shape == (2, 8)
