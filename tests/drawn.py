@@ -260,6 +260,18 @@ def cache(setup: Setup, inputs: Inputs, *, held=None) -> PagedKV:
     return dataclasses.replace(empty, **dict(zip(names, map(jnp.asarray, arrays), strict=False)))
 
 
+def take_scales(setup, ins, cache):
+    """Take the measured scales of new rows from the cache, if within an ulp, and quantise those rows by them."""
+    sides = (ins.k, ins.keys, ins.k_scales, cache.k_scale), (ins.v, ins.values, ins.v_scales, cache.v_scale)
+    for fresh, stored, scales, pool in sides:
+        flat = np.asarray(pool).reshape(-1, pool.shape[2])
+        for b, rows in enumerate(ins.rows):
+            new = slice(ins.seq_lens[b] - ins.q_lens[b], ins.seq_lens[b])
+            measured = flat[slots(setup, ins, b)[new]]
+            np.testing.assert_array_max_ulp(measured, scales[b][new], maxulp=1)
+            stored[b][new], scales[b][new] = quantise(fresh[rows], setup.stored_dtype, measured)
+
+
 def slots(setup: Setup, inputs: Inputs, b: int) -> np.ndarray:
     """Slot in the whole pool of each key of request b."""
     idx = np.arange(inputs.seq_lens[b])

@@ -19,7 +19,7 @@ def kind_of(pool: jax.Array, kv_dtype) -> jnp.dtype:
     """
     kind = None if kv_dtype is None else jnp.dtype(kv_dtype)
     if pool.dtype == jnp.uint8:
-        if kind not in KINDS:
+        if kind is None or kind not in KINDS:
             raise ValueError(
                 f"kv_dtype={kind} for pages of uint8: want float8_e4m3fn or float8_e5m2, whose bits they are"
             )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._common import float8, ints, masks, rows, softmax, tiles
+from pallas_kernels._common import float8, ints, masks, rows, shards, softmax, tiles
 from pallas_kernels._common.masks import Rules, Tree
 from pallas_kernels._common.rows import Stored
 from pallas_kernels._common.softmax import Carry
@@ -36,6 +36,11 @@ class Problem(NamedTuple):
         """KV heads, and query heads a KV head."""
         kv_heads = self.stored.k.shape[1]
         return kv_heads, self.q.shape[1] // kv_heads
+
+    @property
+    def arrays(self) -> tuple:
+        """A tree of all arrays, for what must vary over a mesh as they do."""
+        return self.q, self.stored[:4], self.seq_lens, self.cu_q_lens, self.sinks, self.tree
 
 
 def attend(problem: Problem, configs: tuple[Config, ...]) -> tuple[jax.Array, jax.Array]:
@@ -102,7 +107,7 @@ def _run_all(problem: Problem, config: Config, runs: Runs, out_type):
 
     shape = (num + extra, config.block_q, q_heads)
     start = (jnp.zeros((*shape, v_dim), out_type), jnp.full(shape, -jnp.inf, jnp.float32))
-    return lax.fori_loop(0, ints.cdiv(busy, lanes), group, start)
+    return lax.fori_loop(0, ints.cdiv(busy, lanes), group, shards.varying_like(start, problem.arrays))
 
 
 def _put(x, part, at):
@@ -119,6 +124,7 @@ def _run(problem: Problem, config: Config, tile: Tiles, begin, end) -> Carry:
     q = jnp.swapaxes(q, 1, 2).reshape(lanes, kv_heads, config.block_q * group, problem.q.shape[2])
     step = functools.partial(_step, problem, config)
     carry = softmax.empty((lanes, kv_heads, config.block_q * group), problem.stored.v.shape[2])
+    carry = shards.varying_like(carry, problem.arrays)
 
     def advance(i, inputs, carry):
         q, tile, q_rows, begin = inputs

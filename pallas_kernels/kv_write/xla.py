@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._common import float8, ints
+from pallas_kernels._common import float8, ints, shards
 
 _MAX_ROWS = 2**31 - 1
 
@@ -93,6 +93,7 @@ def _put_in_turn(pools, values, rows, held):
         )
 
     flat = tuple(pool.reshape(-1, *pool.shape[2:]) for pool in pools)
+    flat = shards.varying_like(flat, (values, rows))
     flat = jax.lax.fori_loop(0, jnp.sum(held, dtype=jnp.int32), put, flat)
     return tuple(new.reshape(pool.shape) for new, pool in zip(flat, pools, strict=True))
 

@@ -1,4 +1,6 @@
 """What the compiled door does with the pool: reads and writes the rows that it must, whatever they are stored as."""
+# Settings are passed on as mappings, which the checker cannot follow.
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
 import math
 import re

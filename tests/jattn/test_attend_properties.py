@@ -72,7 +72,7 @@ def check_write_attend(setup, data):
     before = drawn.cache(setup, ins, held=ins.seq_lens - ins.q_lens)
     out, lse, cache = write_attend(setup)(*arrays(ins), jnp.asarray(ins.k), jnp.asarray(ins.v), before)
     if setup.token_scales:
-        take_scales(setup, ins, cache)
+        drawn.take_scales(setup, ins, cache)
     compare_cache(drawn.cache(setup, ins), cache)
     earned.compare(setup, ins, out, lse)
 
@@ -146,18 +146,6 @@ def write_attend(setup):
         return jattn.write_attend(q, k, v, cache, plan, layer=layer, **static)
 
     return functools.partial(run, drawn.LAYER)
-
-
-def take_scales(setup, ins, cache):
-    """Take the measured scales of new rows from the cache, if within an ulp, and quantise those rows by them."""
-    sides = (ins.k, ins.keys, ins.k_scales, cache.k_scale), (ins.v, ins.values, ins.v_scales, cache.v_scale)
-    for fresh, stored, scales, pool in sides:
-        flat = np.asarray(pool).reshape(-1, pool.shape[2])
-        for b, rows in enumerate(ins.rows):
-            new = slice(ins.seq_lens[b] - ins.q_lens[b], ins.seq_lens[b])
-            measured = flat[drawn.slots(setup, ins, b)[new]]
-            np.testing.assert_array_max_ulp(measured, scales[b][new], maxulp=1)
-            stored[b][new], scales[b][new] = drawn.quantise(fresh[rows], setup.stored_dtype, measured)
 
 
 def compare_cache(want, got):
