@@ -1,9 +1,11 @@
 """`jattn explain` on dispatch: every row of the expanded mode table prints what that table says."""
 
 import argparse
+from pathlib import Path
 
 import pytest
 
+import jattn.dispatch
 from jattn.cli import main
 from jattn.dispatch import cli
 from jattn.modes import ForwardMode
@@ -114,3 +116,8 @@ def test_lengths_may_come_as_a_list_and_options_may_exist_already():
 def test_bad_input_is_one_sentence(options, text):
     with pytest.raises(ValueError, match=f"^{text}"):
         output(options)
+
+
+def test_dispatch_knows_nothing_of_the_drafts_above_it():
+    for path in Path(jattn.dispatch.__file__).parent.glob("*.py"):
+        assert "jattn.draft" not in path.read_text(), path
