@@ -42,8 +42,8 @@ class Sums(NamedTuple):
 
     def as_u32(self) -> "Sums":
         """The limits as u32, cut where they are larger: no sum in i32 reaches the cut, so comparisons stay exact."""
-        limits = (np.uint32(min(limit, _UINT32_MAX)) for limit in self[2:])
-        return Sums(*self[:2], *limits)
+        prefix, total, *limits = self
+        return Sums(prefix, total, *[np.uint32(min(limit, _UINT32_MAX)) for limit in limits])
 
 
 def _expanding_is_cheaper(sums: Sums) -> Truth:

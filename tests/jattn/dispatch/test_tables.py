@@ -137,8 +137,8 @@ K = 131072
 # threshold, capacity, prefixes on the threshold's sides, totals on the capacity's. None: not known on the host.
 LIMITS = (
     (8192, K, (None, 0, 1, 8191, 8192, 8193), (None, K, K + 1)),
-    (7, 0, (None, 0, 6, 7), (None, 0, 1)),
-    (0, 7, (None, 0, 1), (None, 7, 8)),
+    (7, 0, (0, 6, 7), (0, 1)),
+    (0, 7, (0, 1), (7, 8)),
 )
 
 
