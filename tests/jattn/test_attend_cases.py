@@ -1,5 +1,8 @@
 """The public failure cases, through every path of the door."""
 
+import dataclasses
+import functools
+
 import cases
 import door
 import jax
@@ -9,6 +12,8 @@ import pytest
 
 import jattn
 from jattn import AttnSpec, NoBackendError
+from jattn.draft.block_tables import branch_tables
+from jattn.draft.slots import DraftShape, draft_slots, tail_copies
 
 DTYPES = ("float32", "bfloat16", "float16")
 PATHS = pytest.mark.parametrize("path", door.PATHS)
@@ -23,6 +28,63 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 def attend_one(case_inputs, dtype, path, **kwargs):
     out, lse = door.attend_all([case_inputs], path=path, dtype=jnp.dtype(dtype), **kwargs)
     return out[0], lse[0]
+
+
+DRAFTED = AttnSpec(num_q_heads=2, num_kv_heads=1, head_dim=8)
+
+
+def pages_a_branch(seqs, page, dtype, choice):
+    """Each branch behind pages of its own, the prefix's tail copied there: the plans of `jattn.draft`."""
+    topk, steps = seqs[0]["branch_k"].shape[:2]
+    shape, lens = DraftShape(topk=topk, num_steps=steps, page_size=page), jnp.array([len(seq["k"]) for seq in seqs])
+    pages = np.random.default_rng(0).permutation(8 * len(seqs))
+    slots = (pages[:, None] * page + np.arange(page)).reshape(len(seqs), -1)
+    source, target = (np.asarray(x).reshape(-1) for x in tail_copies(slots, lens, shape))
+    own = np.asarray(draft_slots(slots, lens, shape))
+    cache = door.poisoned(DRAFTED, num_layers=1, num_pages=len(pages), page_size=page, dtype=jnp.dtype(dtype))
+    pools = {}
+    for n in ("k", "v"):
+        flat = np.array(getattr(cache, n)).reshape(-1, 1, 8)
+        for row, at, seq in zip(slots, own, seqs, strict=True):
+            flat[row[: len(seq[n])]], flat[at] = seq[n], seq[f"branch_{n}"]
+        flat[target[target >= 0]] = flat[source[source >= 0]]
+        pools[n] = jnp.asarray(flat.reshape(cache.k.shape))
+    kv_lens = jnp.repeat(lens + steps, topk)
+    table = branch_tables(jnp.asarray(slots), lens, kv_lens, shape).page_table
+    plan = jattn.make_plan(jattn.ForwardMode.DECODE, kv_lens, np.ones(len(table), int), table, page_size=page)
+    q = jnp.asarray(np.concatenate([seq["q"] for seq in seqs]), dtype)
+    out, _ = jattn.attend(q, dataclasses.replace(cache, **pools), plan, spec=DRAFTED, choice=choice)
+    counts = [len(set((row[1] // page).tolist())) for row in own]
+    return [
+        {"o": o, "shared_pages": n // page, "pages_per_branch": count}
+        for o, n, count in zip(_by_sequence(out, topk), lens.tolist(), counts, strict=True)
+    ]
+
+
+def branches_as_a_tree(seqs, page, dtype, choice):
+    """All drafts as nodes behind the prefix, written step by step, told apart by ancestor bits: no page is copied."""
+    topk, steps = seqs[0]["branch_k"].shape[:2]
+    num_seqs, pre = len(seqs), np.array([len(seq["k"]) for seq in seqs])
+    table, num_pages = door.tables(pre + topk * steps, page)
+    cache = door.poisoned(DRAFTED, num_layers=1, num_pages=num_pages, page_size=page, dtype=jnp.dtype(dtype))
+    k, v = (jnp.asarray(np.concatenate([seq[n] for seq in seqs]), dtype) for n in ("k", "v"))
+    plan = jattn.make_plan(jattn.ForwardMode.EXTEND, pre, pre, table, page_size=page)
+    cache = jattn.write_kv(k, v, cache, plan, layer=0, choice=choice)
+    run = jax.jit(functools.partial(jattn.write_attend, layer=0, spec=DRAFTED, choice=choice))
+    q = jnp.asarray(np.concatenate([seq["q"] for seq in seqs]), dtype)
+    places = np.tile(np.repeat(np.arange(steps), topk), (num_seqs, 1)) + pre[:, None]
+    for step in range(steps):
+        bits = [[sum(1 << (s * topk + t) for s in range(step + 1))] for t in range(topk)] * num_seqs
+        tree = jattn.Tree(bits=jnp.asarray(bits, jnp.uint32), starts=jnp.asarray(pre), kv_positions=jnp.asarray(places))
+        lens, rows = pre + (step + 1) * topk, np.full(num_seqs, topk)
+        plan = jattn.make_plan(jattn.ForwardMode.TARGET_VERIFY, lens, rows, table, page_size=page, tree=tree)
+        k, v = (jnp.asarray(np.concatenate([seq[f"branch_{n}"][:, step] for seq in seqs]), dtype) for n in ("k", "v"))
+        out, _, cache = run(q, k, v, cache, plan)
+    return [{"o": o} for o in _by_sequence(out, topk)]
+
+
+def _by_sequence(out, rows):
+    return np.asarray(out.astype(jnp.float32)).reshape(-1, rows, *out.shape[1:])
 
 
 @EVERY_DTYPE
@@ -142,6 +204,15 @@ def test_every_page_size_gives_the_same_answer(dtype, splits):
         out, _ = jattn.attend(q, cache, plan, spec=spec, choice=choice)
         cuts = np.cumsum(ins["q_lens"])[:-1]
         assert case.check({"o": np.split(np.asarray(out.astype(jnp.float32)), cuts)}) == [], page
+
+
+@pytest.mark.parametrize(("dtype", "splits"), [*((dtype, 1) for dtype in DTYPES), ("float32", 3)])
+@pytest.mark.parametrize("branches", [pages_a_branch, branches_as_a_tree])
+def test_draft_branches_see_the_prefix_and_themselves(dtype, splits, branches):
+    case = cases.build("C20", dtype)
+    ins = case.inputs
+    choice = jattn.resolve(DRAFTED, "native", "cpu", num_splits=splits)
+    assert case.check({"sequences": branches(ins["sequences"], ins["page"], dtype, choice)}) == []
 
 
 @pytest.mark.parametrize("path", [path for path in door.PATHS if path != "ragged"])  # packed keys carry no scales
