@@ -73,6 +73,7 @@ def branches_as_a_tree(seqs, page, dtype, choice):
     run = jax.jit(functools.partial(jattn.write_attend, layer=0, spec=DRAFTED, choice=choice))
     q = jnp.asarray(np.concatenate([seq["q"] for seq in seqs]), dtype)
     places = np.tile(np.repeat(np.arange(steps), topk), (num_seqs, 1)) + pre[:, None]
+    out = q
     for step in range(steps):
         bits = [[sum(1 << (s * topk + t) for s in range(step + 1))] for t in range(topk)] * num_seqs
         tree = jattn.Tree(bits=jnp.asarray(bits, jnp.uint32), starts=jnp.asarray(pre), kv_positions=jnp.asarray(places))

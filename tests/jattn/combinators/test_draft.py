@@ -1,13 +1,14 @@
-"""Law: a scan equals a loop, whatever is carried."""
+"""Law: a scan equals a loop, whatever is carried. A drafter's inputs are the target's, one token later."""
 
 import dataclasses
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.combinators.draft import draft
+from jattn.combinators.draft import draft, draft_inputs
 
 
 @jax.tree_util.register_dataclass
@@ -41,3 +42,17 @@ def test_a_drafting_scan_equals_a_loop(num_steps):
 def test_tokens_of_a_request_are_a_row():
     _, tokens = draft(lambda n: (n + 1, n), jnp.array([10, 20], jnp.int32), num_steps=3)
     assert tokens.tolist() == [[10, 11, 12], [20, 21, 22]]
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_drafter_reads_each_request_one_token_later(padding):
+    case = cases.build("C24")
+    ins = {name: np.asarray(x, np.int32) for name, x in case.inputs.items()}
+    rows = len(ins["tokens"])
+    # a request without rows at each end and inside, and rows of padding behind
+    lens, new = np.insert(ins["lens"], [0, 2, 4], 0), np.insert(ins["new_tokens"], [0, 2, 4], 99)
+    cu_q_lens = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
+    tokens = np.pad(ins["tokens"], (0, padding), constant_values=77)
+    ids, last = map(np.asarray, jax.jit(draft_inputs)(tokens, cu_q_lens, new))
+    assert case.check({"draft_tokens": ids[:rows], "last_row": last[lens > 0], "hidden_row": np.arange(rows)}) == []
+    assert (ids[rows:] == 77).all() and (last[lens == 0] == -1).all()
