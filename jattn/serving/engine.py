@@ -100,10 +100,14 @@ class Engine:
         return self.scheduler.submit(request)
 
     def cancel(self, sequence: Sequence, reason: str = "stop") -> None:
-        """End a running request now, keeping what it has; its tokens still in flight are dropped."""
-        if sequence.finish_reason is None and sequence.slot != NOT_RUNNING:
+        """End a request now, keeping what it has, also one that waits; its tokens still in flight are dropped."""
+        if sequence.finish_reason is not None:
+            return
+        if sequence.slot == NOT_RUNNING:
+            self.scheduler.withdraw(sequence)
+        else:
             self._release(sequence)
-            sequence.finish_reason = reason
+        sequence.finish_reason = reason
 
     def run(self) -> Iterator[Delta]:
         """Serve until every submitted request has ended. More may be submitted, or cancelled, between deltas."""

@@ -141,7 +141,7 @@ def load(options: Options, progress: Progress = lambda what, done, total: None) 
     """Read a model and choose its kernels. Raises ValueError, one sentence, for a bad file, name or size."""
     platform = platform_named(options.platform) if options.platform else detect()
     rules = policy_named(options.policy or platform.default_policy)
-    page_size = options.page_size or _default_page_size(rules.page_sizes)
+    page_size = options.page_size or _default_page_size(rules.legal_page_sizes(is_mla=False))
     file = read_metadata(locate(options.model))
     config = config_of(file.hparams)
     dtype = options.dtype or ("float32" if platform.is_cpu else "bfloat16")

@@ -60,9 +60,11 @@ class Scheduler:
                 f"the prompt has {length} tokens and the cache holds {self.max_context} a request: one more is "
                 "needed for the answer; shorten the prompt or raise --max-context"
             )
-        if self._pages_for(length + 1) > self.num_pages:
+        if (
+            self._pages_for(length) > self.num_pages
+        ):  # a prompt that fills the pool gets the one token that is not cached
             raise ValueError(
-                f"the prompt has {length} tokens and needs {self._pages_for(length + 1)} pages of {self.page_size}, "
+                f"the prompt has {length} tokens and needs {self._pages_for(length)} pages of {self.page_size}, "
                 f"but the cache has {self.num_pages}: shorten the prompt or raise --num-pages"
             )
         sequence = Sequence(index=self._submitted, request=request)
@@ -125,6 +127,10 @@ class Scheduler:
         self.slots[sequence.slot] = None
         sequence.slot = NOT_RUNNING
         self.pages.release(sequence)
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Take a waiting request out of the queue; it holds no slot and no page."""
+        self.waiting.remove(sequence)
 
     def _running(self) -> list[Sequence]:
         """Requests that hold a slot, oldest first."""
