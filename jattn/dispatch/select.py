@@ -74,9 +74,8 @@ def select_method_traced(policy_name: str | None, facts: DispatchFacts, *, rules
     """
     check_static(facts)
     branches = _branches(policy_name, rules, static_facts(facts))
-    return _choose(
-        Sums.of(facts).as_u32(), branches=tuple((branch.asked, _INDEX[branch.method]) for branch in branches)
-    )
+    indices = np.array([_INDEX[branch.method] for branch in branches], np.int32)
+    return _choose(Sums.of(facts).as_u32(), indices, asked=tuple([branch.asked for branch in branches]))
 
 
 def _decide(policy_name: str | None, facts: DispatchFacts, rules: str) -> "_Branch":
@@ -91,16 +90,15 @@ def _decide(policy_name: str | None, facts: DispatchFacts, rules: str) -> "_Bran
     raise AssertionError("a table ends in a row that always holds")
 
 
-@functools.partial(jax.jit, static_argnames="branches", inline=True)
-def _choose(sums: Sums, branches: tuple[tuple[tuple[str, ...], int], ...]) -> jax.Array:
-    # One small program for each remainder of a table: static facts that leave the same questions share it.
+@functools.partial(jax.jit, static_argnames="asked", inline=True)
+def _choose(sums: Sums, indices: jax.Array, *, asked: tuple[tuple[str, ...], ...]) -> jax.Array:
+    # One small program for each list of questions, whatever the forms that they lead to.
     shape = jnp.broadcast_shapes(jnp.shape(sums.prefix), jnp.shape(sums.total))
     sums = Sums(*(jnp.asarray(x).astype(jnp.uint32) for x in sums))
-    *before, (_, last) = branches
-    result = jnp.full(shape, last, jnp.int32)
-    for questions, index in reversed(before):
-        holds = functools.reduce(operator.and_, (QUESTIONS[question](sums) for question in questions))
-        result = jnp.where(holds, np.int32(index), result)
+    result = jnp.full(shape, indices[-1])  # the last branch asks nothing
+    for at in reversed(range(len(asked) - 1)):
+        holds = functools.reduce(operator.and_, (QUESTIONS[question](sums) for question in asked[at]))
+        result = jnp.where(holds, indices[at], result)
     return result
 
 

@@ -83,10 +83,10 @@ def test_rocm_renames_four_methods(name):
     "name", [*GENERIC, *TRTLLM, "fa4", "dsa", "nsa", "ascend", "triton", "no such backend", "native"]
 )
 def test_everything_else_is_the_seeds(name):
-    flags = ("chunked_prefix_disabled", "ragged_disabled", "piecewise_graph", "deterministic", "amx", "dsa_use_mha")
+    flags = ("chunked_prefix_disabled", "ragged_disabled", "piecewise_graph", "deterministic", "dsa_use_mha")
     for mode, prefix, total in CELLS:
         for values in itertools.product((False, True), repeat=len(flags)):
-            on: Any = dict(zip(flags, values, strict=True)) | dict(fused_qkv_a=True)
+            on: Any = dict(zip(flags, values, strict=True)) | dict(fused_qkv_a=True, amx=True)
             facts = DispatchFacts(mode=ForwardMode[mode], sum_prefix_lens=prefix, sum_seq_lens=total, **on)
             assert newer(name, mode, prefix, total, **on) == select_method(name, facts).name
 

@@ -193,7 +193,7 @@ def batches_of(cells) -> list:
     for known in itertools.product((False, True), repeat=2):
         alike = [cell for cell in cells if tuple(x is not None for x in cell) == known]
         if alike:
-            sums = [None if None in x else jnp.asarray(np.resize(x, 10), jnp.int32) for x in zip(*alike, strict=True)]
+            sums = [None if None in x else jnp.asarray(np.resize(x, 12), jnp.int32) for x in zip(*alike, strict=True)]
             batches.append((alike, dict(zip(("sum_prefix_lens", "sum_seq_lens"), sums, strict=True))))
     return batches
 
