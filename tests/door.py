@@ -1,8 +1,10 @@
 """Runs sequences given as arrays through the public door, on each path that it offers."""
 
 import dataclasses
+import functools
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
@@ -11,16 +13,19 @@ from jattn import AttnSpec, ForwardMode, PagedKV, RaggedKV, make_plan
 
 PATHS = ("prefill", "decode", "split", "pallas merge", "ragged")
 """prefill: all queries in one packed forward. decode: one row a request at a time, each step written and attended.
-split: keys in three parts, merged. pallas merge: the same through the Mosaic GPU kernel, interpreted. ragged: packed
-keys without a cache."""
+split: keys in three parts, merged. pallas merge: the same through the Mosaic GPU kernel, interpreted, where a race
+raises. ragged: packed keys without a cache."""
+_CHECKED = plgpu.InterpretGPUParams(detect_races=True)
 
 
 def choice_for(spec: AttnSpec, path: str = "prefill"):
     """The kernels of a path on this CPU."""
     if path == "pallas merge":
         choice = jattn.resolve(spec, "native", "cpu", prefer=("hopper",), num_splits=3)
-        assert choice.row("merge_states").name == "hopper/merge_states"
-        return choice
+        row = choice.row("merge_states")
+        assert row.name == "hopper/merge_states" and row.function is not None
+        checked = dataclasses.replace(row, interpreted=functools.partial(row.function, interpret=_CHECKED))
+        return dataclasses.replace(choice, rows=tuple(checked if x is row else x for x in choice.rows))
     return jattn.resolve(spec, "native", "cpu", num_splits=3 if path == "split" else 1)
 
 

@@ -60,9 +60,7 @@ class Scheduler:
                 f"the prompt has {length} tokens and the cache holds {self.max_context} a request: one more is "
                 "needed for the answer; shorten the prompt or raise --max-context"
             )
-        if (
-            self._pages_for(length) > self.num_pages
-        ):  # a prompt that fills the pool gets the one token that is not cached
+        if self._pages_for(length) > self.num_pages:  # one that fills them gets the one token that is never cached
             raise ValueError(
                 f"the prompt has {length} tokens and needs {self._pages_for(length)} pages of {self.page_size}, "
                 f"but the cache has {self.num_pages}: shorten the prompt or raise --num-pages"
