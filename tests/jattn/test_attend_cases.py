@@ -53,7 +53,8 @@ def pages_a_branch(seqs, page, dtype, choice):
     table = branch_tables(jnp.asarray(slots), lens, kv_lens, shape).page_table
     plan = jattn.make_plan(jattn.ForwardMode.DECODE, kv_lens, np.ones(len(table), int), table, page_size=page)
     q = jnp.asarray(np.concatenate([seq["q"] for seq in seqs]), dtype)
-    out, _ = jattn.attend(q, dataclasses.replace(cache, **pools), plan, spec=DRAFTED, choice=choice)
+    run = jax.jit(functools.partial(jattn.attend, spec=DRAFTED, choice=choice))
+    out, _ = run(q, dataclasses.replace(cache, **pools), plan)
     counts = [len(set((row[1] // page).tolist())) for row in own]
     return [
         {"o": o, "shared_pages": n // page, "pages_per_branch": count}
@@ -69,7 +70,7 @@ def branches_as_a_tree(seqs, page, dtype, choice):
     cache = door.poisoned(DRAFTED, num_layers=1, num_pages=num_pages, page_size=page, dtype=jnp.dtype(dtype))
     k, v = (jnp.asarray(np.concatenate([seq[n] for seq in seqs]), dtype) for n in ("k", "v"))
     plan = jattn.make_plan(jattn.ForwardMode.EXTEND, pre, pre, table, page_size=page)
-    cache = jattn.write_kv(k, v, cache, plan, layer=0, choice=choice)
+    cache = jax.jit(functools.partial(jattn.write_kv, layer=0, choice=choice))(k, v, cache, plan)
     run = jax.jit(functools.partial(jattn.write_attend, layer=0, spec=DRAFTED, choice=choice))
     q = jnp.asarray(np.concatenate([seq["q"] for seq in seqs]), dtype)
     places = np.tile(np.repeat(np.arange(steps), topk), (num_seqs, 1)) + pre[:, None]
