@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.spec import KV_DTYPES, AttnSpec, MLASpec, check_page_size
+from pallas_kernels.kv_write.move import move_rows
 
 _INT32_ROWS = 2**31 - 1
 _PLAIN = "token_major"
@@ -99,6 +100,18 @@ class PagedKV:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+
+    def move(self, from_slots: jax.Array, to_slots: jax.Array) -> Self:
+        """This cache with rows copied to other slots, in every layer: how accepted nodes of a tree come to the front.
+
+        Args: from_slots, to_slots: i32[moves], as in `Plan.write_slots`; -1 moves nothing. No slot may be written
+          twice, and none that is written may be read by a later move.
+        """
+        names = ("k", "v", "k_scale", "v_scale") if self.token_scales else ("k", "v")
+        pools = tuple(getattr(self, name) for name in names)
+        moved = move_rows(pools, from_slots, to_slots, num_pages=self.num_pages)
+        return dataclasses.replace(self, **dict(zip(names, moved, strict=True)))
 
 
 @jax.tree_util.register_dataclass

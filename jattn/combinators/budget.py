@@ -43,7 +43,17 @@ def choose(
     ([0], 0)
     """
     steps = jnp.arange(1, num_steps + 1, dtype=jnp.float32)
-    reach = chance[:, None] ** steps[None, :]  # [seqs, steps], chance that draft i is kept
+    return choose_by_reach(chance[:, None] ** steps[None, :], room, active, shapes=shapes)
+
+
+def choose_by_reach(
+    reach: jax.Array, room: jax.Array, active: jax.Array, *, shapes: tuple[Variant, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """`choose` for drafts in any order of falling worth: reach f32[seqs, drafts] is the chance that each is kept.
+
+    A tree's nodes come so too: a child is never likelier than its parent, so each leading part is a tree.
+    """
+    num_steps = reach.shape[1]
     thresholds = jnp.asarray(_THRESHOLDS, jnp.float32)
     wanted = jnp.sum(reach[None] >= thresholds[:, None, None], axis=-1).astype(jnp.int32)
     take = jnp.where(active[None], jnp.minimum(wanted, room[None]), 0)  # [thresholds, seqs]

@@ -6,12 +6,15 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jattn.cache import PagedKV
 from jattn.combinators import budget
 from jattn.combinators.accept import accepted_lens, append, finish
 from jattn.combinators.costs import Variant
-from jattn.combinators.ngram import ngram_draft
+from jattn.combinators.ngram import find_many, ngram_draft, ngram_tree
 from jattn.combinators.state import Decoder, DecodeState, RoundReport
-from jattn.combinators.verify import verify
+from jattn.combinators.tree import link, walk
+from jattn.combinators.verify import verify, verify_tree
+from jattn.plan import slots_of
 
 
 def decode_round(
@@ -29,16 +32,79 @@ def decode_round(
     branches = [functools.partial(verify, model, rows=v.rows, max_q_len=v.max_q_len, sampled=sampled) for v in shapes]
     cache, targets = jax.lax.switch(index, [*branches, _idle], state, drafts, take)
     accepted = accepted_lens(drafts, take, targets)
+    draft = budget.record(state.draft, match_len, take, accepted) if num_steps else state.draft
+    state = dataclasses.replace(state, cache=cache, draft=draft)
+    return _settle(state, targets, accepted, take, index, shapes)
+
+
+def tree_round(
+    model: Decoder,
+    state: DecodeState,
+    *,
+    topk: int,
+    num_steps: int,
+    num_nodes: int,
+    shapes: tuple[Variant, ...],
+    sampled: bool = True,
+) -> tuple[DecodeState, RoundReport]:
+    """`decode_round` with n-gram trees: the `topk` best continuations of `num_steps` tokens, merged into one trie.
+
+    Args: num_nodes: most nodes of a request, its newest token included. shapes: from `variants`, for num_nodes - 1
+      drafts. The rest as in `decode_round`.
+    """
+    active = state.decoding
+    num_known = state.seq_lens + 1
+    found = find_many(state.tokens, num_known, topk=topk, num_steps=num_steps)
+    chance = jax.vmap(budget.accept_chance, in_axes=(None, 1), out_axes=1)(state.draft, found.match_len)
+    grown = ngram_tree(found, state.newest, chance, num_nodes=num_nodes)
+    most = jnp.minimum(state.limits - num_known - 1, grown.tree.num_nodes - 1)  # rows have pages up to the limit
+    take, index = budget.choose_by_reach(grown.reach, jnp.maximum(most, 0), active, shapes=shapes)
+    tree = dataclasses.replace(grown.tree, num_nodes=1 + take)
+    bits = link(tree).bits
+    branches = [
+        functools.partial(verify_tree, model, rows=v.rows, max_q_len=v.max_q_len, sampled=sampled) for v in shapes
+    ]
+    cache, targets = jax.lax.switch(index, [*branches, _idle_tree], state, tree, bits)
+    path, tokens, accepted = walk(tree, targets, max_depth=num_steps)
+    cache = to_the_front(cache, state, path, accepted)
+    tried, right = _on_first_branch(grown.first_branch, take, path, accepted)
+    draft = budget.record(state.draft, found.match_len[:, 0], tried, right)
+    state = dataclasses.replace(state, cache=cache, draft=draft)
+    return _settle(state, tokens, accepted, take, index, shapes)
+
+
+def to_the_front(cache: PagedKV, state: DecodeState, path: jax.Array, accepted: jax.Array) -> PagedKV:
+    """The rows of accepted nodes become the newest ones of their request; node 0 is in place. Arguments from `walk`."""
+    step = jnp.arange(1, path.shape[1], dtype=jnp.int32)[None, :]
+    seq = jnp.arange(path.shape[0], dtype=jnp.int32)[:, None]
+    moved = state.decoding[:, None] & (step <= accepted[:, None])
+    start = state.seq_lens[:, None]
+    slots = [
+        jnp.where(moved, slots_of(state.page_table, seq, start + at, cache.page_size), -1) for at in (path[:, 1:], step)
+    ]
+    return cache.move(*(x.reshape(-1) for x in slots))
+
+
+def _on_first_branch(first_branch, take, path, accepted):
+    # drafts of the best continuation that were tried, and that were kept: what its match length is judged by
+    nodes = jnp.arange(first_branch.shape[1], dtype=jnp.int32)[None, :]
+    tried = jnp.sum(first_branch & (nodes <= take[:, None]), axis=1, dtype=jnp.int32)
+    kept = jnp.arange(path.shape[1], dtype=jnp.int32)[None, :] <= accepted[:, None]
+    right = jnp.sum(jnp.take_along_axis(first_branch, path, axis=1) & kept, axis=1, dtype=jnp.int32)
+    return tried, right
+
+
+def _settle(state: DecodeState, targets, accepted, take, index, shapes) -> tuple[DecodeState, RoundReport]:
+    # targets i32[seqs, drafts on a path + 1]: what the target says behind the newest token and each accepted draft
+    active, num_known = state.decoding, state.seq_lens + 1
     counts, status = finish(targets, jnp.where(active, accepted + 1, 0), num_known, state.limits, state.stop_ids)
     counts = jnp.where(active, counts, 0)
     width = targets.shape[1]
     state = dataclasses.replace(
         state,
-        cache=cache,
         tokens=append(state.tokens, num_known, targets, counts),
         seq_lens=state.seq_lens + counts,
         status=jnp.where(active, status, state.status),
-        draft=budget.record(state.draft, match_len, take, accepted) if num_steps else state.draft,
     )
     return state, RoundReport(
         tokens=jnp.where(jnp.arange(width)[None] < counts[:, None], targets, -1),
@@ -61,6 +127,10 @@ def _propose(state: DecodeState, active, num_known, num_steps: int, shapes):
     chance = budget.accept_chance(state.draft, match_len)
     take, index = budget.choose(chance, room, active, num_steps=num_steps, shapes=shapes)
     return drafts, match_len, take, index
+
+
+def _idle_tree(state, tree, bits):
+    return state.cache, jnp.zeros_like(tree.tokens)
 
 
 def _idle(state, drafts, take):

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 
 from jattn.cache import PagedKV
 from jattn.combinators.state import Decoder, DecodeState
+from jattn.combinators.tree import DraftTree
 from jattn.modes import ForwardMode
-from jattn.plan import make_plan, rows_of
+from jattn.plan import Plan, make_plan, rows_of
 from jattn.sampling import next_tokens
 
 
@@ -37,5 +38,46 @@ def verify(
     ids = known[seq, jnp.clip(idx, 0, drafts.shape[1])]
     hidden, cache = model(ids, state.cache, plan)
     tokens = next_tokens(model.logits(hidden), state.sampling.at(seq), plan.positions + 1, sampled=sampled)
-    columns = jnp.arange(drafts.shape[1] + 1, dtype=jnp.int32)[None, :]
-    return cache, tokens[jnp.clip(plan.cu_q_lens[:-1, None] + columns, 0, rows - 1)]
+    return cache, _by_request(tokens, plan, drafts.shape[1] + 1)
+
+
+def verify_tree(
+    model: Decoder,
+    state: DecodeState,
+    tree: DraftTree,
+    bits: jax.Array,
+    *,
+    rows: int,
+    max_q_len: int,
+    sampled: bool = True,
+) -> tuple[PagedKV, jax.Array]:
+    """Run the target over packed trees: node i of a request is its i-th newest row, at position start + depth.
+
+    Args: tree: with `num_nodes` at most max_q_len. bits: u32[seqs, nodes, words], ancestors, from `tree.link`.
+      rows, max_q_len, sampled: as in `verify`.
+    Returns: the cache with every node written, and i32[seqs, nodes]: the target's token behind each node.
+    """
+    q_lens = jnp.where(state.decoding, tree.num_nodes, 0)
+    lens = jnp.where(state.decoding, state.seq_lens + q_lens, 0)
+    cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)])
+    seq, idx, valid = rows_of(cu_q_lens, rows)
+    idx = jnp.where(valid, idx, 0)
+    plan = make_plan(
+        ForwardMode.DECODE if max_q_len == 1 else ForwardMode.TARGET_VERIFY,
+        lens,
+        q_lens,
+        state.page_table,
+        page_size=state.cache.page_size,
+        tree=None if max_q_len == 1 else bits[seq, idx],
+        num_tokens=rows,
+        max_q_len=max_q_len,
+    )
+    hidden, cache = model(tree.tokens[seq, idx], state.cache, plan)
+    tokens = next_tokens(model.logits(hidden), state.sampling.at(seq), plan.positions + 1, sampled=sampled)
+    return cache, _by_request(tokens, plan, tree.tokens.shape[1])
+
+
+def _by_request(x, plan: Plan, width: int):
+    # [rows] -> [seqs, width]; what lies past a request's rows means nothing
+    columns = jnp.arange(width, dtype=jnp.int32)[None, :]
+    return x[jnp.clip(plan.cu_q_lens[:-1, None] + columns, 0, x.shape[0] - 1)]

@@ -41,7 +41,8 @@ class Engine:
       model: its parameters are read, never changed.
       num_layers, num_pages, page_size: of the cache. num_slots: requests that run together. max_context: tokens a
         request may have. num_steps: drafts a request and round, 0 for none. kv_dtype: storage when the spec names none.
-      sampled: False builds programs for greedy requests only, which compile faster.
+      sampled: False builds programs for greedy requests only, which compile faster. topk, num_nodes: continuations of a
+        draft tree, and its nodes with the newest token; topk 1 drafts chains.
       on_program: hears (done, total) as each program is compiled.
     """
 
@@ -58,6 +59,8 @@ class Engine:
         kind: str,
         kv_dtype=None,
         sampled: bool = True,
+        topk: int = 1,
+        num_nodes: int | None = None,
         prefill_rows: tuple[int, ...] = (128,),
         max_stops: int = 8,
         on_program: Callable[[int, int], None] = lambda done, total: None,
@@ -70,6 +73,8 @@ class Engine:
             prefill_rows=tuple(sorted(prefill_rows)),
             kind=kind,
             sampled=sampled,
+            topk=topk,
+            num_nodes=num_nodes,
         )
         graphdef, self._params = nnx.split(model)
         cache = PagedKV.create(
@@ -85,7 +90,7 @@ class Engine:
             num_pages=num_pages,
             page_size=page_size,
             max_context=max_context,
-            rows_in_flight=2 * (num_steps + 1),
+            rows_in_flight=2 * self.config.width,
         )
         self._table = np.zeros(self._state.page_table.shape, np.int32)
         self._pending: _InFlight | None = None

@@ -12,8 +12,10 @@ from flax import nnx
 
 from jattn.combinators.costs import Variant, variants
 from jattn.combinators.extend import admit, extend, release
-from jattn.combinators.round import decode_round
+from jattn.combinators.ngram import check_trie
+from jattn.combinators.round import decode_round, tree_round
 from jattn.combinators.state import DecodeState
+from jattn.combinators.tree import check_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +29,28 @@ class ProgramConfig:
     prefill_rows: tuple[int, ...]  # chunk sizes, ascending
     kind: str  # of the platform, for the cost table
     sampled: bool  # False leaves random sampling out of the programs
+    topk: int = 1  # continuations of a draft tree; 1 drafts a chain
+    num_nodes: int | None = None  # of a tree, the newest token included; a chain has num_steps + 1
+
+    def __post_init__(self):
+        if self.topk > 1:
+            check_size(topk=self.topk, num_steps=self.num_steps, num_nodes=self.width)
+            check_trie(topk=self.topk, num_steps=self.num_steps, num_nodes=self.width)
+        elif self.num_nodes not in (None, self.num_steps + 1):
+            raise ValueError(
+                f"num_draft_tokens={self.num_nodes} with topk=1: a chain of num_steps={self.num_steps} has "
+                f"{self.num_steps + 1}, the newest token included; leave it out, or raise topk"
+            )
+
+    @property
+    def width(self) -> int:
+        """Rows of a request in the widest target step."""
+        return self.num_nodes or self.num_steps + 1
 
     @property
     def shapes(self) -> tuple[Variant, ...]:
         """Target-step shapes inside the round."""
-        return variants(num_seqs=self.num_seqs, num_steps=self.num_steps, kind=self.kind)
+        return variants(num_seqs=self.num_seqs, num_steps=self.width - 1, kind=self.kind)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +102,11 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
     def with_model(function, params, *args):
         return function(nnx.merge(graphdef, params), *args)
 
-    step = functools.partial(decode_round, num_steps=config.num_steps, shapes=config.shapes, sampled=config.sampled)
+    common = dict(num_steps=config.num_steps, shapes=config.shapes, sampled=config.sampled)
+    if config.topk > 1:
+        step = functools.partial(tree_round, topk=config.topk, num_nodes=config.width, **common)
+    else:
+        step = functools.partial(decode_round, **common)
     table = {"round": lower(functools.partial(with_model, step), params, state, donate=1)}
     for rows in config.prefill_rows:
         chunk = functools.partial(extend, rows=rows, report_width=config.num_steps + 1, sampled=config.sampled)
