@@ -50,7 +50,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 _FIELDS: dict[str, tuple[type, str]] = {
     "model": (str, "GGUF file, or a name of the model table"),
     "draft": (str, "none or ngram"),
-    "num_steps": (int, "drafts a round, at most"),
+    "num_steps": (int, "drafts a round, at most; the depth of a tree"),
+    "topk": (int, "continuations of a draft tree, 1 to 8; 1 drafts a chain"),
+    "num_draft_tokens": (int, "nodes of a draft tree, the newest token included"),
     "temperature": (float, "0 is greedy"),
     "top_p": (float, "smallest leading set of tokens reaching this probability"),
     "top_k": (int, "most likely tokens kept; 0 is off"),

@@ -16,11 +16,14 @@ from jattn.models.llama import Llama
 from jattn.models.load import build_llama
 from jattn.platforms import Platform, detect, platform_named
 from jattn.resolve import resolve
+from jattn.serving.programs import check_width
 from jattn.serving.request import Request
 from jattn.spec import KV_DTYPES, check_page_size
 
 DRAFTS = ("none", "ngram")
 DTYPES = ("float32", "bfloat16", "float16")
+MAX_TOPK = 8
+_NUM_NODES = 16  # of a tree by default: on two CPU cores a step of 16 rows costs twice that of one
 Progress = Callable[[str, int, int], None]  # what, done, total
 
 
@@ -29,7 +32,9 @@ class Options:
     """How to generate. None means: chosen for the model, the prompts and the platform.
 
     Args:
-      model: path of a GGUF file, or a name of the model table. draft: "none" or "ngram". num_steps: drafts a round.
+      model: path of a GGUF file, or a name of the model table. draft: "none" or "ngram".
+      num_steps: drafts a round, or the depth of a tree.
+      topk: continuations of a draft tree; 1 drafts a chain. num_draft_tokens: its nodes, the newest token included.
       temperature ... seed: as in `Request`; request i uses seed + i. stop: texts that end the answer, cut from it.
       chat: wrap each prompt in the model's chat template. max_context: tokens a request, prompt included.
       num_pages: pages a layer. max_batch: requests that run together.
@@ -38,6 +43,8 @@ class Options:
     model: str = "smollm2-135m-instruct"
     draft: str = "ngram"
     num_steps: int = 15
+    topk: int = 1
+    num_draft_tokens: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -63,6 +70,7 @@ class Options:
             raise ValueError(
                 f"num_steps={self.num_steps}: want 1 to 63 drafts a round; --draft none turns drafting off"
             )
+        self._check_tree()
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is unknown: want one of {', '.join(DTYPES)}")
         if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPES:
@@ -76,6 +84,22 @@ class Options:
         if any(not text for text in self.stop):
             raise ValueError("a stop text is empty: give at least one character")
         self.request([0])  # checks the sampling parameters before a model is loaded
+
+    @property
+    def num_nodes(self) -> int | None:
+        """Nodes of a draft tree; None for a chain."""
+        if self.topk == 1:
+            return self.num_draft_tokens
+        return self.num_draft_tokens or min(_NUM_NODES, 1 + self.topk * self.num_steps)
+
+    def _check_tree(self) -> None:
+        if not 1 <= self.topk <= MAX_TOPK:
+            raise ValueError(f"topk={self.topk}: want 1 (a chain) to {MAX_TOPK} continuations")
+        if self.draft == "none" and (self.topk > 1 or self.num_draft_tokens is not None):
+            raise ValueError(
+                f"topk={self.topk}, num_draft_tokens={self.num_draft_tokens} with draft 'none': leave them out"
+            )
+        check_width(topk=self.topk, num_steps=self.num_steps, num_nodes=self.num_nodes)
 
     def request(self, prompt_ids: Sequence[int], *, index: int = 0, stop_ids: tuple[int, ...] = ()) -> Request:
         """The request of prompt `index`."""
@@ -146,7 +170,7 @@ def load(options: Options, progress: Progress = lambda what, done, total: None) 
     config = config_of(file.hparams)
     dtype = options.dtype or ("float32" if platform.is_cpu else "bfloat16")
     spec = config.attn_spec(options.kv_dtype)
-    choice = resolve(spec, rules.name, platform, page_size=page_size)
+    choice = resolve(spec, rules.name, platform, page_size=page_size, topk=options.topk)
     tokenizer = Tokenizer.from_metadata(file.metadata)
     arrays = load_llama_arrays(file, on_tensor=lambda name, done, total: progress("tensors", done, total))
     model = build_llama(config, spec, choice, arrays, dtype=jnp.dtype(dtype), weight_first=platform.is_cpu)

@@ -18,6 +18,19 @@ from jattn.combinators.state import DecodeState
 from jattn.combinators.tree import check_size
 
 
+def check_width(*, topk: int, num_steps: int, num_nodes: int | None) -> None:
+    """Raise ValueError unless n-gram drafts of this depth and breadth can have `num_nodes` nodes."""
+    if topk > 1:
+        num_nodes = num_steps + 1 if num_nodes is None else num_nodes
+        check_trie(topk=topk, num_steps=num_steps, num_nodes=num_nodes)
+        check_size(topk=topk, num_steps=num_steps, num_nodes=num_nodes)
+    elif num_nodes not in (None, num_steps + 1):
+        raise ValueError(
+            f"num_draft_tokens={num_nodes} with topk=1: a chain of num_steps={num_steps} has {num_steps + 1}, the "
+            "newest token included; leave it out, or raise topk"
+        )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramConfig:
     """Static facts that shape the programs."""
@@ -33,14 +46,7 @@ class ProgramConfig:
     num_nodes: int | None = None  # of a tree, the newest token included; a chain has num_steps + 1
 
     def __post_init__(self):
-        if self.topk > 1:
-            check_size(topk=self.topk, num_steps=self.num_steps, num_nodes=self.width)
-            check_trie(topk=self.topk, num_steps=self.num_steps, num_nodes=self.width)
-        elif self.num_nodes not in (None, self.num_steps + 1):
-            raise ValueError(
-                f"num_draft_tokens={self.num_nodes} with topk=1: a chain of num_steps={self.num_steps} has "
-                f"{self.num_steps + 1}, the newest token included; leave it out, or raise topk"
-            )
+        check_width(topk=self.topk, num_steps=self.num_steps, num_nodes=self.num_nodes)
 
     @property
     def width(self) -> int:

@@ -44,6 +44,8 @@ class Session:
                 page_size=loaded.page_size,
                 max_context=max_context,
                 num_steps=num_steps,
+                topk=options.topk,
+                num_nodes=options.num_nodes,
                 kind=loaded.platform.kind,
                 sampled=options.temperature > 0,
                 kv_dtype=KV_DTYPES[options.kv_dtype] if options.kv_dtype else loaded.model.embed.dtype,

@@ -46,7 +46,12 @@ def test_json_is_one_object_a_prompt_in_order_and_nothing_else(capsys, model, tm
 
 def test_drafts_page_sizes_and_python_give_the_same_ids(capsys, model):
     want = rows(capsys, model, "12 12 12", "--draft", "none", "--max-new-tokens", "20")[0]
-    for extra in (["--num-steps", "3"], ["--page-size", "1"], ["--page-size", "64"]):
+    for extra in (
+        ["--num-steps", "3"],
+        ["--topk", "3", "--num-steps", "4"],
+        ["--page-size", "1"],
+        ["--page-size", "64"],
+    ):
         assert rows(capsys, model, "12 12 12", "--max-new-tokens", "20", *extra)[0]["ids"] == want["ids"]
     (answer,) = jattn.generate("12 12 12", model=model, max_new_tokens=20)
     assert (answer.ids, answer.text) == (want["ids"], want["text"])
@@ -98,6 +103,12 @@ def test_narrow_caches_serve(capsys, model, kv_dtype):
         (["--prompts", "/no/such/file"], "cannot read prompts"),
         (["x", "--draft", "eagle"], "want one of none, ngram"),
         (["x", "--num-steps", "0"], "want 1 to 63"),
+        (["x", "--topk", "9"], "topk=9: want 1 (a chain) to 8"),
+        (["x", "--topk", "2", "--num-steps", "3", "--num-draft-tokens", "8"], "at most 7 nodes"),
+        (["x", "--topk", "8", "--num-draft-tokens", "65"], "want 2 to 64"),
+        (["x", "--num-draft-tokens", "8"], "raise topk"),
+        (["x", "--topk", "2", "--draft", "none"], "with draft 'none'"),
+        (["x", "--topk", "2", "--policy", "aiter"], "want page_size=1 or topk=1"),
         (["x", "--temperature", "-1"], "temperature=-1.0"),
         (["x", "--temperature", "nan"], "temperature=nan"),
         (["x", "--top-p", "0"], "top_p=0.0"),

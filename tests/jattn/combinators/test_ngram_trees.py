@@ -68,7 +68,7 @@ def test_a_trie_holds_each_beginning_once_likeliest_first(drawn, num_nodes):
         if b >= 100:  # a branch that leaves a certain one has no chance, and no node
             assert used == min(num_nodes, 1 + len(beginnings))
         assert (np.diff(worth) <= 0).all() and (worth[: used - 1] > 0).all() and (worth[used - 1 :] == 0).all()
-        paths = {0: ()}
+        paths: dict[int, tuple[int, ...]] = {0: ()}
         for i in range(1, used):
             parent = int(grown.tree.parents[b, i])
             assert 0 <= parent < i
