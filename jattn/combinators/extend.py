@@ -13,12 +13,19 @@ from jattn.sampling import next_tokens
 
 
 def extend(
-    model: Decoder, state: DecodeState, q_lens: jax.Array, *, rows: int, report_width: int, sampled: bool = True
+    model: Decoder,
+    state: DecodeState,
+    q_lens: jax.Array,
+    *,
+    rows: int,
+    report_width: int,
+    sampled: bool = True,
+    drafter: Decoder | None = None,
 ) -> tuple[DecodeState, RoundReport]:
     """Compute the next `q_lens` prompt tokens of each slot, packed; a slot whose prompt ends gets its first token.
 
     Args: q_lens: i32[seqs], 0 for a slot that is not prefilling; their sum is at most `rows`.
-      sampled: False when every request is greedy.
+      sampled: False when every request is greedy. drafter: a draft model, whose cache takes the same tokens.
     Returns: the state, and a report with at most one token a slot.
     """
     lens = jnp.where(q_lens > 0, state.seq_lens + q_lens, 0)
@@ -34,6 +41,12 @@ def extend(
     seq, _, valid = rows_of(plan.cu_q_lens, rows)
     ids = jnp.where(valid, state.tokens[seq, plan.positions], 0)
     hidden, cache = model(ids, state.cache, plan)
+    draft = state.draft
+    if drafter is not None:
+        if draft.cache is None or draft.cached is None:
+            raise ValueError("state.draft has no cache: create the state with draft_cache= for a draft model")
+        cached = jnp.where(q_lens > 0, lens, draft.cached)
+        draft = dataclasses.replace(draft, cache=drafter(ids, draft.cache, plan)[1], cached=cached)
     last = jnp.clip(plan.cu_q_lens[1:] - 1, 0, rows - 1)
     first = next_tokens(model.logits(hidden[last]), state.sampling, lens, sampled=sampled)[:, None]
     ends = (q_lens > 0) & (lens == state.prompt_lens)
@@ -47,6 +60,7 @@ def extend(
         tokens=append(state.tokens, state.prompt_lens, first, counts),
         seq_lens=jnp.where(q_lens > 0, lens, state.seq_lens),
         status=status,
+        draft=draft,
     )
     return state, RoundReport(
         tokens=new, counts=counts, drafted=jnp.zeros_like(counts), status=status, rows=jnp.int32(rows)
@@ -72,6 +86,7 @@ def admit(
         state.draft,
         accepted=state.draft.accepted.at[slot].set(0.0),
         rejected=state.draft.rejected.at[slot].set(0.0),
+        cached=None if state.draft.cached is None else state.draft.cached.at[slot].set(0),
     )
     return dataclasses.replace(
         state,

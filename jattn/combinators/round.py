@@ -11,8 +11,9 @@ from jattn.combinators import budget
 from jattn.combinators.accept import accepted_lens, append, finish
 from jattn.combinators.costs import Variant
 from jattn.combinators.ngram import find_many, ngram_draft, ngram_tree
+from jattn.combinators.standalone import Lineage, propose
 from jattn.combinators.state import Decoder, DecodeState, RoundReport
-from jattn.combinators.tree import link, walk
+from jattn.combinators.tree import DraftTree, link, prune_ranked, walk
 from jattn.combinators.verify import verify, verify_tree
 from jattn.plan import slots_of
 
@@ -59,18 +60,63 @@ def tree_round(
     grown = ngram_tree(found, state.newest, chance, num_nodes=num_nodes)
     most = jnp.minimum(state.limits - num_known - 1, grown.tree.num_nodes - 1)  # rows have pages up to the limit
     take, index = budget.choose_by_reach(grown.reach, jnp.maximum(most, 0), active, shapes=shapes)
-    tree = dataclasses.replace(grown.tree, num_nodes=1 + take)
+    state, path, tokens, accepted = _verify_tree(model, state, grown.tree, take, index, num_steps, shapes, sampled)
+    tried, right = _on_first_branch(grown.first_branch, take, path, accepted)
+    draft = budget.record(state.draft, found.match_len[:, 0], tried, right)
+    return _settle(dataclasses.replace(state, draft=draft), tokens, accepted, take, index, shapes)
+
+
+def standalone_round(
+    model: Decoder,
+    drafter: Decoder,
+    state: DecodeState,
+    *,
+    topk: int,
+    num_steps: int,
+    num_nodes: int,
+    shapes: tuple[Variant, ...],
+    sampled: bool = True,
+    lineage: Lineage = "parent",
+) -> tuple[DecodeState, RoundReport]:
+    """`decode_round` with a draft model, which grows a tree of `topk` branches and `num_steps` levels; topk 1: a chain.
+
+    Args: drafter: with the target's vocabulary; its cache is `state.draft.cache`. num_nodes: nodes that are verified,
+      the newest token included. lineage: as in `standalone.propose`. The rest as in `tree_round`.
+    """
+    active = state.decoding
+    draft, candidates = propose(drafter, state, topk=topk, num_steps=num_steps, lineage=lineage)
+    state = dataclasses.replace(state, draft=draft)
+    tree, scores = prune_ranked(candidates, state.newest, num_nodes=num_nodes)
+    depth = link(tree).depth[:, 1:]
+    kind = jnp.full(active.shape, state.draft.accepted.shape[1] - 1, jnp.int32)  # one record for all its drafts
+    reach = _reach(scores, depth, budget.accept_chance(state.draft, kind))
+    most = jnp.clip(state.limits - state.seq_lens - 2, 0, num_nodes - 1)
+    take, index = budget.choose_by_reach(reach, most, active, shapes=shapes)
+    state, _, tokens, accepted = _verify_tree(model, state, tree, take, index, num_steps, shapes, sampled)
+    tried = jnp.max(jnp.where(jnp.arange(num_nodes - 1)[None] < take[:, None], depth, 0), axis=1)
+    draft = budget.record(state.draft, kind, tried, accepted)
+    return _settle(dataclasses.replace(state, draft=draft), tokens, accepted, take, index, shapes)
+
+
+def _reach(scores, depth, chance):
+    # Chance that a node is kept, f32[seqs, drafts], in falling order. A draft model's own probabilities say which of
+    # two nodes is likelier; how often the target agrees at all is learned from the request's record.
+    alike = depth[:, :, None] == depth[:, None, :]
+    best = jnp.max(jnp.where(alike, scores[:, None, :], 0.0), axis=-1)
+    share = jnp.where(best > 0, scores / jnp.where(best > 0, best, 1.0), 1.0)
+    return jax.lax.cummin(chance[:, None] ** depth.astype(jnp.float32) * share, axis=1)
+
+
+def _verify_tree(model, state, tree: DraftTree, take, index, num_steps: int, shapes, sampled: bool):
+    # the state with accepted rows in front, and what `walk` returns, for the first `take` drafts of each tree
+    tree = dataclasses.replace(tree, num_nodes=1 + take)
     bits = link(tree).bits
     branches = [
         functools.partial(verify_tree, model, rows=v.rows, max_q_len=v.max_q_len, sampled=sampled) for v in shapes
     ]
     cache, targets = jax.lax.switch(index, [*branches, _idle_tree], state, tree, bits)
     path, tokens, accepted = walk(tree, targets, max_depth=num_steps)
-    cache = to_the_front(cache, state, path, accepted)
-    tried, right = _on_first_branch(grown.first_branch, take, path, accepted)
-    draft = budget.record(state.draft, found.match_len[:, 0], tried, right)
-    state = dataclasses.replace(state, cache=cache, draft=draft)
-    return _settle(state, tokens, accepted, take, index, shapes)
+    return dataclasses.replace(state, cache=to_the_front(cache, state, path, accepted)), path, tokens, accepted
 
 
 def to_the_front(cache: PagedKV, state: DecodeState, path: jax.Array, accepted: jax.Array) -> PagedKV:

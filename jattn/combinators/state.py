@@ -41,6 +41,8 @@ class DraftState:
 
     accepted: jax.Array  # f32[seqs, match classes], decayed count of accepted drafts
     rejected: jax.Array  # f32[seqs, match classes], decayed count of rejections
+    cache: PagedKV | None = None  # of a draft model, over the target's page table
+    cached: jax.Array | None = None  # i32[seqs], tokens in it
     hidden: jax.Array | None = None  # [seqs, d_model], target's hidden state at the newest cached token
     topk_probs: jax.Array | None = None  # f32[seqs, topk]
     topk_ids: jax.Array | None = None  # i32[seqs, topk]
@@ -68,9 +70,16 @@ class DecodeState:
 
     @classmethod
     def create(
-        cls, cache: PagedKV, *, num_seqs: int, max_context: int, max_stops: int, num_classes: int
+        cls,
+        cache: PagedKV,
+        *,
+        num_seqs: int,
+        max_context: int,
+        max_stops: int,
+        num_classes: int,
+        draft_cache: PagedKV | None = None,
     ) -> "DecodeState":
-        """All slots free."""
+        """All slots free. draft_cache: of a draft model; pages as in `cache`."""
         max_pages = -(-max_context // cache.page_size)
 
         def ints(*shape: int, fill: int = 0) -> jax.Array:
@@ -89,6 +98,8 @@ class DecodeState:
             draft=DraftState(
                 accepted=jnp.zeros((num_seqs, num_classes), jnp.float32),
                 rejected=jnp.zeros((num_seqs, num_classes), jnp.float32),
+                cache=draft_cache,
+                cached=None if draft_cache is None else ints(),
             ),
         )
 

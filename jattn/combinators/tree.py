@@ -130,17 +130,37 @@ def prune(candidates: Candidates, newest: jax.Array, *, num_nodes: int) -> Draft
 
     Of equal scores the smaller index is kept, which is the parent: no node is orphaned.
     """
-    seqs, total = candidates.scores.shape
+    return _tree_of(candidates, newest, jnp.sort(_best(candidates, num_nodes)[1], axis=1))
+
+
+def prune_ranked(candidates: Candidates, newest: jax.Array, *, num_nodes: int) -> tuple[DraftTree, jax.Array]:
+    """The same tree likeliest node first, so that each leading part is a tree; and the scores f32[seqs, num_nodes - 1].
+
+    >>> seen = Candidates(scores=jnp.array([[.3, .6, .1, .5]]), tokens=jnp.array([[7, 8, 5, 6]]),
+    ...                   parents=jnp.array([[-1, -1, 0, 1]]))
+    >>> tree, scores = prune_ranked(seen, jnp.array([9]), num_nodes=4)
+    >>> tree.tokens.tolist(), tree.parents.tolist()
+    ([[9, 8, 6, 7]], [[-1, 0, 1, 0]])
+    """
+    scores, best = _best(candidates, num_nodes)
+    return _tree_of(candidates, newest, best), scores
+
+
+def _best(candidates: Candidates, num_nodes: int):
+    total = candidates.scores.shape[1]
     if num_nodes - 1 > total:
         raise ValueError(f"num_nodes={num_nodes}: these {total} candidates make at most {total + 1} nodes")
-    _, best = lax.top_k(candidates.scores, num_nodes - 1)
-    chosen = jnp.sort(best, axis=1)
+    return lax.top_k(candidates.scores, num_nodes - 1)  # of equals, the smaller index
+
+
+def _tree_of(candidates: Candidates, newest, chosen) -> DraftTree:
+    seqs, drafts = chosen.shape
     above = _take(candidates.parents, chosen)
-    place = jnp.sum(chosen[:, None, :] < above[:, :, None], axis=-1, dtype=jnp.int32)  # node of a chosen candidate
+    place = jnp.argmax(chosen[:, None, :] == above[:, :, None], axis=-1).astype(jnp.int32)  # the parent is chosen too
     return DraftTree(
         tokens=jnp.concatenate([newest[:, None], _take(candidates.tokens, chosen)], axis=1),
         parents=jnp.concatenate([jnp.full((seqs, 1), ROOT), jnp.where(above == ROOT, 0, place + 1)], axis=1),
-        num_nodes=jnp.full((seqs,), num_nodes, jnp.int32),
+        num_nodes=jnp.full((seqs,), drafts + 1, jnp.int32),
     )
 
 

@@ -38,7 +38,7 @@ def verify(
     ids = known[seq, jnp.clip(idx, 0, drafts.shape[1])]
     hidden, cache = model(ids, state.cache, plan)
     tokens = next_tokens(model.logits(hidden), state.sampling.at(seq), plan.positions + 1, sampled=sampled)
-    return cache, _by_request(tokens, plan, drafts.shape[1] + 1)
+    return cache, by_request(tokens, plan, drafts.shape[1] + 1)
 
 
 def verify_tree(
@@ -74,10 +74,10 @@ def verify_tree(
     )
     hidden, cache = model(tree.tokens[seq, idx], state.cache, plan)
     tokens = next_tokens(model.logits(hidden), state.sampling.at(seq), plan.positions + 1, sampled=sampled)
-    return cache, _by_request(tokens, plan, tree.tokens.shape[1])
+    return cache, by_request(tokens, plan, tree.tokens.shape[1])
 
 
-def _by_request(x, plan: Plan, width: int):
-    # [rows] -> [seqs, width]; what lies past a request's rows means nothing
+def by_request(x: jax.Array, plan: Plan, width: int) -> jax.Array:
+    """Packed rows [rows, ...] -> [seqs, width, ...]; what lies past a request's rows means nothing."""
     columns = jnp.arange(width, dtype=jnp.int32)[None, :]
     return x[jnp.clip(plan.cu_q_lens[:-1, None] + columns, 0, x.shape[0] - 1)]

@@ -42,7 +42,8 @@ class Engine:
       num_layers, num_pages, page_size: of the cache. num_slots: requests that run together. max_context: tokens a
         request may have. num_steps: drafts a request and round, 0 for none. kv_dtype: storage when the spec names none.
       sampled: False builds programs for greedy requests only, which compile faster. topk, num_nodes: continuations of a
-        draft tree, and its nodes with the newest token; topk 1 drafts chains.
+        draft tree, and its nodes with the newest token; topk 1 drafts chains. drafter: a draft model with the target's
+        vocabulary; without one, drafts come from the request's own text.
       on_program: hears (done, total) as each program is compiled.
     """
 
@@ -61,6 +62,7 @@ class Engine:
         sampled: bool = True,
         topk: int = 1,
         num_nodes: int | None = None,
+        drafter: Llama | None = None,
         prefill_rows: tuple[int, ...] = (128,),
         max_stops: int = 8,
         on_program: Callable[[int, int], None] = lambda done, total: None,
@@ -75,14 +77,28 @@ class Engine:
             sampled=sampled,
             topk=topk,
             num_nodes=num_nodes,
+            standalone=drafter is not None,
         )
-        graphdef, self._params = nnx.split(model)
-        cache = PagedKV.create(
-            model.spec, num_layers=num_layers, num_pages=num_pages, page_size=page_size, dtype=kv_dtype
-        )
-        self.cache_bytes = cache.nbytes
+        graphdef, self._params = nnx.split((model,) if drafter is None else (model, drafter))
+
+        def cache_of(model: Llama, layers: int) -> PagedKV:
+            return PagedKV.create(
+                model.spec, num_layers=layers, num_pages=num_pages, page_size=page_size, dtype=kv_dtype
+            )
+
+        cache = cache_of(model, num_layers)
+        draft_cache = None
+        if drafter is not None:
+            _check_vocabulary(model, drafter, topk)
+            draft_cache = cache_of(drafter, drafter.config.num_layers)
+        self.cache_bytes = cache.nbytes + (draft_cache.nbytes if draft_cache else 0)
         self._state = DecodeState.create(
-            cache, num_seqs=num_slots, max_context=max_context, max_stops=max_stops, num_classes=NUM_CLASSES
+            cache,
+            num_seqs=num_slots,
+            max_context=max_context,
+            max_stops=max_stops,
+            num_classes=NUM_CLASSES,
+            draft_cache=draft_cache,
         )
         self.programs: Programs = compile_programs(graphdef, self._params, self._state, self.config, on_program)
         self.scheduler = Scheduler(
@@ -90,7 +106,7 @@ class Engine:
             num_pages=num_pages,
             page_size=page_size,
             max_context=max_context,
-            rows_in_flight=2 * self.config.width,
+            rows_in_flight=self.config.rows_in_flight,
         )
         self._table = np.zeros(self._state.page_table.shape, np.int32)
         self._pending: _InFlight | None = None
@@ -209,3 +225,13 @@ class Engine:
         if not np.array_equal(table, self._table):
             self._table = table
             self._state = dataclasses.replace(self._state, page_table=jax.device_put(table))
+
+
+def _check_vocabulary(model: Llama, drafter: Llama, topk: int) -> None:
+    ours, theirs = model.config.vocab_size, drafter.config.vocab_size
+    if ours != theirs:
+        raise ValueError(
+            f"the draft model has {theirs} tokens and the target {ours}: want a draft of the same vocabulary"
+        )
+    if topk > ours:
+        raise ValueError(f"topk={topk} is more than the vocabulary of {ours} tokens")

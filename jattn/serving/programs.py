@@ -13,7 +13,8 @@ from flax import nnx
 from jattn.combinators.costs import Variant, variants
 from jattn.combinators.extend import admit, extend, release
 from jattn.combinators.ngram import check_trie
-from jattn.combinators.round import decode_round, tree_round
+from jattn.combinators.round import decode_round, standalone_round, tree_round
+from jattn.combinators.standalone import rows_ahead
 from jattn.combinators.state import DecodeState
 from jattn.combinators.tree import check_size
 
@@ -44,14 +45,24 @@ class ProgramConfig:
     sampled: bool  # False leaves random sampling out of the programs
     topk: int = 1  # continuations of a draft tree; 1 drafts a chain
     num_nodes: int | None = None  # of a tree, the newest token included; a chain has num_steps + 1
+    standalone: bool = False  # a draft model proposes, instead of the request's own text
 
     def __post_init__(self):
-        check_width(topk=self.topk, num_steps=self.num_steps, num_nodes=self.num_nodes)
+        if self.standalone:
+            check_size(topk=self.topk, num_steps=self.num_steps, num_nodes=self.width)
+        else:
+            check_width(topk=self.topk, num_steps=self.num_steps, num_nodes=self.num_nodes)
 
     @property
     def width(self) -> int:
         """Rows of a request in the widest target step."""
         return self.num_nodes or self.num_steps + 1
+
+    @property
+    def rows_in_flight(self) -> int:
+        """Rows of a request that two rounds may write before the host hears of the first."""
+        ahead = 2 + rows_ahead(topk=self.topk, num_steps=self.num_steps) if self.standalone else 0
+        return self.num_steps + 1 + max(self.width, ahead)
 
     @property
     def shapes(self) -> tuple[Variant, ...]:
@@ -63,7 +74,7 @@ class ProgramConfig:
 class Programs:
     """Executables. All but `params` donate the state."""
 
-    round: Callable  # (params, state) -> (state, report)
+    round: Callable  # (params, state) -> (state, report); params of the model, and of the draft model
     prefill: dict[int, Callable]  # rows -> (params, state, q_lens) -> (state, report)
     admit: Callable
     release: Callable
@@ -76,7 +87,10 @@ def compile_programs(
     config: ProgramConfig,
     on_program: Callable[[int, int], None],
 ) -> Programs:
-    """Compile every program an engine will run. `on_program` hears (done, total) as each is ready."""
+    """Compile every program an engine will run. `on_program` hears (done, total) as each is ready.
+
+    Args: graphdef, params: `nnx.split` of a tuple: the model, and the draft model where there is one.
+    """
     table = _lowerings(graphdef, params, state, config)
     ready: dict[str, Callable] = {}
     for name, lower in table.items():  # one after another: side by side XLA would hold the memory of all at once
@@ -106,16 +120,22 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
         return lambda: jax.jit(function, donate_argnums=donate).lower(*args)
 
     def with_model(function, params, *args):
-        return function(nnx.merge(graphdef, params), *args)
+        return function(*nnx.merge(graphdef, params), *args)
+
+    def prefill(*args, **kwargs):
+        model, *drafter, state, q_lens = args
+        return extend(model, state, q_lens, drafter=drafter[0] if drafter else None, **kwargs)
 
     common = dict(num_steps=config.num_steps, shapes=config.shapes, sampled=config.sampled)
-    if config.topk > 1:
+    if config.standalone:
+        step = functools.partial(standalone_round, topk=config.topk, num_nodes=config.width, **common)
+    elif config.topk > 1:
         step = functools.partial(tree_round, topk=config.topk, num_nodes=config.width, **common)
     else:
         step = functools.partial(decode_round, **common)
     table = {"round": lower(functools.partial(with_model, step), params, state, donate=1)}
     for rows in config.prefill_rows:
-        chunk = functools.partial(extend, rows=rows, report_width=config.num_steps + 1, sampled=config.sampled)
+        chunk = functools.partial(prefill, rows=rows, report_width=config.num_steps + 1, sampled=config.sampled)
         table[f"prefill of {rows}"] = lower(
             functools.partial(with_model, chunk), params, state, ints((config.num_seqs,)), donate=1
         )

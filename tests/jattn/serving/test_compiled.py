@@ -30,7 +30,7 @@ from jattn.serving.programs import ProgramConfig, _lowerings
 def test_a_program_updates_the_cache_in_place(program, draft, kv_dtype):
     model = tiny(kv_dtype)
     num_pages, page_size, num_seqs = 65536, 16, 2
-    graphdef, params = nnx.split(model)
+    graphdef, params = nnx.split((model,))
 
     def empty():
         cache = PagedKV.create(model.spec, num_layers=3, num_pages=num_pages, page_size=page_size)
