@@ -1,8 +1,23 @@
-"""Engines over a loaded model, for the serving tests."""
+"""Engines over a loaded or a tiny model, for the serving tests."""
+
+from tiny_model import CONFIG, tiny
 
 from jattn.serving.engine import Engine
 from jattn.serving.loaded import LoadedModel
 from jattn.serving.request import Request
+
+# Texts for the tiny model whose last tokens occurred before with different continuations, so that trees branch.
+BRANCHING = [[3, 4, 5, 3, 4, 6, 3, 4, 7, 3, 4], [9, 9, 9, 8, 9, 9, 7, 9, 9], [1], [(5 * i) % 11 for i in range(40)]]
+BRANCHING_OPTIONS = dict(max_new_tokens=24, seed=3, top_p=0.95)
+
+
+def plain_ids() -> dict[float, list[list[int]]]:
+    """temperature -> tokens of each of BRANCHING, served alone and without drafts."""
+    engine = tiny_engine(num_steps=0)
+    return {
+        t: [serve(engine, [prompt], temperature=t, **BRANCHING_OPTIONS)[0].new_ids for prompt in BRANCHING]
+        for t in (0.0, 0.05)
+    }
 
 
 def engine_of(loaded: LoadedModel, *, page_size: int = 16, num_steps: int = 15, num_slots: int = 3, **kwargs) -> Engine:
@@ -17,6 +32,22 @@ def engine_of(loaded: LoadedModel, *, page_size: int = 16, num_steps: int = 15, 
         num_steps=num_steps,
         kind="cpu",
         **{"sampled": False, **kwargs},
+    )
+
+
+def tiny_engine(*, num_steps: int, page_size: int = 4, num_pages: int | None = None, **kwargs) -> Engine:
+    """An engine of the tiny model with three slots of 128 tokens; draft rows count as cheap, so that trees are tried."""
+    return Engine(
+        tiny(),
+        num_layers=CONFIG.num_layers,
+        num_slots=3,
+        num_pages=num_pages or -(-400 // page_size),
+        page_size=page_size,
+        max_context=128,
+        num_steps=num_steps,
+        kind="cuda",
+        prefill_rows=(32,),
+        **kwargs,
     )
 
 
