@@ -36,7 +36,7 @@ def engine_of(loaded: LoadedModel, *, page_size: int = 16, num_steps: int = 15, 
 
 
 def tiny_engine(*, num_steps: int, page_size: int = 4, num_pages: int | None = None, **kwargs) -> Engine:
-    """An engine of the tiny model with three slots of 128 tokens; draft rows count as cheap, so that trees are tried."""
+    """An engine of the tiny model with three slots of 128 tokens; draft rows count as cheap, so trees are tried."""
     return Engine(
         tiny(),
         num_layers=CONFIG.num_layers,
