@@ -57,7 +57,7 @@ def _oracle(table, start, topk, num_steps, num_nodes):
     return cases.grow_tree(probs, num_steps, topk, num_nodes)
 
 
-SHAPES = [(1, 1, 2), (1, 8, 9), (2, 3, 5), (3, 1, 4), (4, 4, 17), (8, 2, 64), (8, 8, 64), (5, 3, 56)]
+SHAPES = [(1, 8, 9), (2, 3, 5), (3, 1, 4), (8, 8, 64), (5, 3, 56)]
 
 
 @pytest.mark.parametrize("kind", ["spread", "ties"])
