@@ -1,0 +1,102 @@
+"""The rings of key and value blocks of one program of the Hopper attention."""
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention import mosaic_gpu_sm90_copy as copies
+from pallas_kernels.attention.mosaic_gpu_sm90_records import Arrays, Item, Static
+
+
+class Blocks:
+    """The rings of key and value blocks: who fills them, waits for them and hands them back.
+
+    With a look ahead, keys run a block before values: the products of a block's keys are under way while the weights of
+    the one before are computed.
+    """
+
+    def __init__(self, static: Static, arrays: Arrays, smem: dict, item: Item, head):
+        self.static, self.smem, self.item = static, smem, item
+        self.pools = dict(k=arrays.k, v=arrays.v)
+        self.stages = static.config.stages
+        self.copies_itself = static.config.groups == 1
+        self.source = copies.Source(
+            page_table=arrays.page_table,
+            seq=item.seq,
+            offset=arrays.page_offset[0],
+            head=head,
+            kv_len=item.kv_len,
+            block=static.config.block_kv,
+            page=static.page_size,
+            interpret=static.interpret,
+        )
+        self.gathers = self.source.gathers and not static.interpret
+
+    def stage(self, block):
+        """Place of a block in its ring."""
+        return lax.rem(block - self.item.begin, self.stages)
+
+    def fill(self) -> None:
+        """Start the first blocks."""
+        firsts = [self.item.begin + i for i in range(self.stages)]
+        all_ids = [self.source.ids(block) for block in firsts]  # one wait for the table, not one a block
+        for block, ids in zip(firsts, all_ids, strict=True):
+            self.start("k", block, ids)
+            self.start("v", block, ids)
+            self._commit()
+
+    def run(self) -> None:
+        """Start the other blocks as the computing warpgroups free their places: what a copying warpgroup does."""
+
+        def step(block, ids):
+            following = self.source.ids(block + 1)
+            for name in ("k", "v"):
+                plgpu.barrier_wait(self.smem[f"{name}_free"].at[self.stage(block)])
+                self.start(name, block, ids)
+            return following
+
+        first = self.item.begin + self.stages
+        lax.fori_loop(first, self.item.end, step, self.source.ids(first))
+
+    def start(self, name: str, block, ids) -> None:
+        """Start the copies of one block of keys ("k") or values ("v"); past the end, of nothing."""
+        ring, full = self.smem[f"{name}_ring"], self.smem[f"{name}_full"]
+        first_warp = 0 if name == "k" else self.source.pages % 4
+        self.source.copy(self.pools[name], ring, full, self.stage(block), block, ids, block < self.item.end, first_warp)
+
+    def wait(self, name: str, block) -> None:
+        """Wait until a block is there; past the end, for nothing."""
+        if self.gathers:
+            if name == "k":  # the group of a block's keys holds the values of the block before, or the same block's
+                copies.wait_gathered(self.stages - 1)
+            return
+        full, stage = self.smem[f"{name}_full"], self.stage(block)
+
+        @pl.when(block < self.item.end)
+        def _():
+            if self.static.interpret:
+                plgpu.barrier_wait(full.at[stage])
+            else:
+                copies.wait_barrier(full, stage, lax.div(block - self.item.begin, self.stages) & 1)
+
+    def release(self, keys, values, ids: tuple) -> None:
+        """Hand back block `keys` of the keys and `values` of the values (None: none): all products have read them.
+
+        ids: page ids of the blocks that take their places.
+        """
+        if not self.copies_itself:
+            plgpu.barrier_arrive(self.smem["k_free"].at[self.stage(keys)])
+            if values is not None:
+                plgpu.barrier_arrive(self.smem["v_free"].at[self.stage(values)])
+            return
+        if not self.static.interpret:
+            copies.warpgroup_barrier()  # all four warps have read what the copies overwrite
+
+        self.start("k", keys + self.stages, ids[0])
+        if values is not None:
+            self.start("v", values + self.stages, ids[1])
+        self._commit()
+
+    def _commit(self) -> None:
+        if self.gathers:
+            copies.commit_gathered()

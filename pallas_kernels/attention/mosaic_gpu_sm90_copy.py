@@ -1,0 +1,290 @@
+"""Blocks of keys and values from pages to shared memory on Hopper.
+
+Pages of 8 tokens and more come by the copy engine, one copy a page: a copy fills whole swizzle rows. Smaller pages are
+gathered by the threads, 16 bytes each, asynchronously into the same layout; a thread waits for its own copies.
+
+A block's pages are spread over the four warps, and one thread announces all their bytes: starting a copy takes some 25
+dependent instructions, and with one warp for all of them, at 16 tokens a page, copies held up products. The interpreter
+runs `copy_gmem_to_smem`; the barriers here are 8 bytes of shared memory each, and their phase follows from the block
+number.
+"""
+# Inline code and the decorators of `jax.experimental.pallas.mosaic_gpu` are typed more loosely than what they make.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAbstractUsage=false, reportPrivateImportUsage=false
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# the MLIR that Mosaic GPU itself is written in
+arith, gpu, ir, llvm, nvvm = utils.arith, utils.gpu, utils.ir, utils.llvm, utils.nvvm
+
+_CHUNK = 16  # bytes a thread copies at once
+
+
+def swizzle_bytes(dim: int, itemsize: int) -> int:
+    """Bytes of the widest swizzle whose rows divide a head."""
+    return next(width for width in (128, 64, 32) if (dim * itemsize) % width == 0)
+
+
+def tiled(shape: tuple[int, ...], dtype):
+    """Shared memory in the layout that products read."""
+    return plgpu.SMEM(shape, dtype, transforms=_transforms(shape[-1], jnp.dtype(dtype).itemsize)[1])
+
+
+def _transforms(dim: int, itemsize: int) -> tuple[int, tuple]:
+    swizzle = swizzle_bytes(dim, itemsize)
+    return swizzle, (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+
+
+def barriers(count: int):
+    """Shared memory of `count` barriers, for `init_barriers`."""
+    return plgpu.SMEM((2 * count,), jnp.int32)
+
+
+def init_barriers(*refs) -> None:
+    """Make barriers of one arrival each; all threads of the program call this."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+    def inline(_, *memrefs):
+        one = utils.single_thread_predicate(scope=utils.ThreadSubset.BLOCK)
+        for ref, memref in zip(refs, memrefs, strict=True):
+            for i in range(ref.shape[0] // 2):
+                nvvm.mbarrier_init(_barrier(memref, _i32(i)).get_ptr(), _i32(1), predicate=one)
+        _asm("fence.mbarrier_init.release.cluster;")
+        gpu.barrier()
+
+    inline(*refs)
+
+
+def wait_barrier(ref, stage, phase) -> None:
+    """Wait until phase `phase` (0 or 1) of a barrier is complete."""
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar))
+    def inline(_, memref, stage, phase):
+        stage, phase = stage.registers.item(), phase.registers.item()
+        odd = arith.cmpi(arith.CmpIPredicate.ne, phase, _i32(0))
+        _barrier(memref, stage).wait_parity(odd)
+
+    inline(ref, jnp.asarray(stage, jnp.int32), jnp.asarray(phase, jnp.int32))
+
+
+def _expect(barrier, nbytes: int, one) -> None:
+    _asm(
+        "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], $2; }",
+        arith.extui(ir.IntegerType.get_signless(32), one),
+        llvm.ptrtoint(ir.IntegerType.get_signless(32), barrier.get_ptr()),
+        _i32(nbytes),
+        constraints="r,r,r",
+    )
+
+
+def _barrier(memref, stage):
+    return utils.BarrierRef(utils.memref_ptr(memref), stage, None, 1)
+
+
+class Source(NamedTuple):
+    """Pages of one request and KV head."""
+
+    page_table: Any  # i32[seqs, max_pages]
+    seq: Any
+    offset: Any  # added to page ids
+    head: Any
+    kv_len: Any  # keys that may be read
+    block: int  # keys a block
+    page: int  # tokens a page
+    interpret: bool
+
+    @property
+    def gathers(self) -> bool:
+        """Whether threads copy, and not the engine."""
+        return self.page < 8
+
+    @property
+    def pages(self) -> int:
+        """Page ids a block needs up front."""
+        return 0 if self.gathers else max(self.block // self.page, 1)
+
+    def ids(self, block) -> tuple:
+        """Page ids of a block, loaded early so that nobody waits for them; past the end the last page's."""
+        last = jnp.maximum(self.kv_len - 1, 0) // self.page
+
+        def entry(j):
+            first = block * (self.block // self.page) + j if self.page < self.block else block * self.block // self.page
+            return jnp.clip(first, 0, last)
+
+        return tuple(self.page_table[self.seq, entry(j)] + self.offset for j in range(self.pages))
+
+    def copy(self, pages, ring, full, stage, block, ids: tuple, when, first_warp: int = 0) -> None:
+        """Start the copies of a block into `ring[stage]` if `when`; they complete on barrier `stage` of `full`.
+
+        first_warp: which of the four warps starts the first page.
+        """
+        if self.interpret:
+            pl.when(when)(lambda: self._interpreted(pages, ring, full, stage, block, ids))
+        elif self.gathers:
+            pl.when(when)(lambda: self._gather(pages, ring, stage, block))
+        else:
+            self._engine(pages, ring, full, stage, block, ids, when, first_warp)
+
+    def _interpreted(self, pages, ring, full, stage, block, ids: tuple) -> None:
+        if self.gathers:
+            return self._rows(pages, ring, full, stage, block)
+        rows = min(self.block, self.page)
+        for j, page in enumerate(ids):
+            source = pages.at[page, pl.ds(self._start(block), rows), self.head]
+            plgpu.copy_gmem_to_smem(source, ring.at[stage, pl.ds(j * rows, rows)], full.at[stage])
+        return None
+
+    def _start(self, block):
+        # first token of a block in its first page
+        return block * self.block % self.page if self.page > self.block else 0
+
+    def _engine(self, pages, ring, full, stage, block, ids: tuple, when, first_warp: int) -> None:
+        rows, dim, size = min(self.block, self.page), pages.shape[3], jnp.dtype(pages.dtype).itemsize
+        swizzle, transforms = _transforms(dim, size)
+        scalar = plgpu.Layout.WG_SPLAT(())
+        types = (plgpu.RefType(), plgpu.RefType(transforms), plgpu.RefType(), *[scalar] * (4 + len(ids)))
+
+        @plgpu.inline_mgpu(arg_types=types)
+        def inline(ctx, pool, smem, barriers, *scalars):
+            stage, start, head, when, *pages_ = (x.registers.item() for x in scalars)
+            warp = arith.remui(utils.warp_idx(), _i32(4))
+            wanted = arith.cmpi(arith.CmpIPredicate.ne, when, _i32(0))
+            barrier = _barrier(barriers, stage)
+            for mine in range(min(4, len(pages_))):
+                here = arith.cmpi(arith.CmpIPredicate.eq, warp, _i32((first_warp + mine) % 4))
+                with mgpu.when(arith.andi(here, wanted)):
+                    one = utils.single_thread_predicate(scope=utils.ThreadSubset.WARP)
+                    if mine == 0:  # bytes may arrive before they are announced: the phase waits for this arrival
+                        _expect(barrier, self.block * dim * size, one)
+                    for j in range(mine, len(pages_), 4):
+                        target = utils.memref_slice(smem, (_index(stage), mgpu.ds(j * (rows // 8), rows // 8)))
+                        ctx.async_copy(
+                            src_ref=pool,
+                            dst_ref=target,
+                            gmem_slice=(_index(pages_[j]), mgpu.ds(_index(start), rows), _index(head)),
+                            gmem_transform=(mgpu.TileTransform((8, swizzle // size)),),
+                            swizzle=swizzle,
+                            barrier=barrier,
+                            arrive=False,
+                            predicate=one,
+                        )
+
+        scalars = (stage, self._start(block), self.head, jnp.asarray(when).astype(jnp.int32), *ids)
+        inline(pages, ring, full, *(jnp.asarray(x, jnp.int32) for x in scalars))
+
+    def _rows(self, pages, ring, full, stage, block) -> None:
+        for j in range(self.block):
+            key = jnp.clip(block * self.block + j, 0, self.kv_len - 1)
+            page = self.page_table[self.seq, key // self.page] + self.offset
+            source = pages.at[page, pl.ds(key % self.page, 1), self.head]
+            plgpu.copy_gmem_to_smem(source, ring.at[stage, pl.ds(j, 1)], full.at[stage])
+
+    def _gather(self, pages, ring, stage, block) -> None:
+        scalar = plgpu.Layout.WG_SPLAT(())
+        dim, size = pages.shape[3], jnp.dtype(pages.dtype).itemsize
+        swizzle, transforms = _transforms(dim, size)
+        types = (plgpu.RefType(), plgpu.RefType(), plgpu.RefType(transforms), *[scalar] * 6)
+
+        @plgpu.inline_mgpu(arg_types=types)
+        def inline(_, table, pool, smem, *scalars):
+            seq, offset, head, kv_len, block, stage = (x.registers.item() for x in scalars)
+            first = arith.muli(block, _i32(self.block))
+            row_at = self._row_address(table, pool, seq, offset, head, kv_len, first, dim * size)
+            _copy_rows(smem, stage, row_at, self.block, dim * size, swizzle)
+
+        args = (self.seq, self.offset, self.head, self.kv_len, block, stage)
+        inline(self.page_table, pages, ring, *(jnp.asarray(x, jnp.int32) for x in args))
+
+    def _row_address(self, table, pool, seq, offset, head, kv_len, first, row_bytes: int) -> Callable:
+        heads, width = ir.MemRefType(pool.type).shape[2], ir.MemRefType(table.type).shape[1]
+        i64, i32, i8 = (ir.IntegerType.get_signless(bits) for bits in (64, 32, 8))
+        table_ptr, pool_ptr = utils.memref_ptr(table), utils.memref_ptr(pool)
+
+        def address(row):
+            key = arith.minsi(arith.addi(first, row), arith.subi(kv_len, _i32(1)))
+            entry = arith.addi(arith.muli(seq, _i32(width)), arith.divui(key, _i32(self.page)))
+            page = arith.addi(llvm.load(i32, utils.getelementptr(table_ptr, [entry], i32)), offset)
+            token = arith.addi(arith.muli(page, _i32(self.page)), arith.remui(key, _i32(self.page)))
+            place = arith.addi(arith.muli(arith.extsi(i64, token), utils.c(heads, i64)), arith.extsi(i64, head))
+            return utils.getelementptr(pool_ptr, [arith.muli(place, utils.c(row_bytes, i64))], i8)
+
+        return address
+
+
+def arrivals(block: int, page: int) -> int:
+    """Arrivals that a block's barrier waits for in the interpreter: one a copy."""
+    return block if page < 8 else max(block // page, 1)
+
+
+def commit_gathered() -> None:
+    """Close a group of gathered copies."""
+    _do(lambda: _asm("cp.async.commit_group;"))
+
+
+def wait_gathered(groups: int) -> None:
+    """Wait until at most the last `groups` groups are under way, for the whole warpgroup and for products to read."""
+
+    def wait():
+        _asm(f"cp.async.wait_group {groups};")
+        _asm("fence.proxy.async.shared::cta;")
+        utils.warpgroup_barrier()
+
+    _do(wait)
+
+
+def warpgroup_barrier() -> None:
+    """Wait for the four warps of this warpgroup; not for the interpreter, which knows whole warpgroups only."""
+    _do(utils.warpgroup_barrier)
+
+
+def _do(code: Callable[[], Any]) -> None:
+    @plgpu.inline_mgpu()
+    def inline(_):
+        code()
+
+    inline()
+
+
+def _asm(text: str, *operands, constraints: str = "") -> None:
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), list(operands), text, constraints, has_side_effects=True)
+
+
+def _copy_rows(smem, stage, row_at: Callable, rows: int, row_bytes: int, swizzle: int) -> None:
+    # chunk n of a block, n = thread + 128 i: row n // chunks, bytes 16 * (n % chunks) of it
+    i8 = ir.IntegerType.get_signless(8)
+    lane = arith.remui(utils.thread_idx(), _i32(utils.WARPGROUP_SIZE))
+    chunks = row_bytes // _CHUNK
+    base = arith.addi(_shared_address(smem), arith.muli(stage, _i32(rows * row_bytes)))
+    for i in range(rows * chunks // utils.WARPGROUP_SIZE):
+        linear = arith.addi(lane, _i32(i * utils.WARPGROUP_SIZE))
+        row, byte = arith.divui(linear, _i32(chunks)), arith.muli(arith.remui(linear, _i32(chunks)), _i32(_CHUNK))
+        source = utils.getelementptr(row_at(row), [byte], i8)
+        inner = arith.addi(
+            arith.muli(arith.remui(row, _i32(8)), _i32(swizzle)), arith.remui(byte, _i32(swizzle))
+        )  # within a tile of 8 rows by `swizzle` bytes, whose 16-byte chunks are permuted by address bits 7 and on
+        bits = arith.andi(arith.shrui(inner, _i32(7)), _i32(swizzle // _CHUNK - 1))
+        inner = arith.xori(inner, arith.shli(bits, _i32(4)))
+        tile = arith.addi(
+            arith.muli(arith.divui(row, _i32(8)), _i32(row_bytes // swizzle)), arith.divui(byte, _i32(swizzle))
+        )
+        target = arith.addi(base, arith.addi(arith.muli(tile, _i32(8 * swizzle)), inner))
+        _asm("cp.async.cg.shared.global [$0], [$1], 16;", target, source, constraints="r,l")
+
+
+def _shared_address(smem):
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(smem))
+
+
+def _index(x):
+    return arith.index_cast(ir.IndexType.get(), x)
+
+
+def _i32(value: int):
+    return utils.c(value, ir.IntegerType.get_signless(32))

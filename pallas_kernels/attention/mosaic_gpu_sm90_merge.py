@@ -1,0 +1,142 @@
+"""Merge the parts of split requests on Hopper: one program takes a few rows of a tile over all of its parts.
+
+A thread keeps the same elements of every part, and loads the log-sum of their row itself: nothing is exchanged, and the
+loads of several parts are in flight. Source: https://pytorch.org/blog/flash-decoding/ (reduction).
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention import mosaic_gpu_sm90_rows as rows_io
+from pallas_kernels.attention.mosaic_gpu_sm90_rows import Rows
+
+_ELEMENTS = 64  # elements a thread has in flight, of some parts
+_PROGRAMS = 528  # at most: four an SM; a program that finds nothing to do costs its launch
+
+
+class Shape(NamedTuple):
+    """What a merge is compiled for."""
+
+    kv_heads: int
+    group: int
+    rows: int  # rows stored a part and KV head
+    v_dim: int
+    sinks: bool
+
+
+def merge(out, lse, parts, part_lse, tiles, sinks, shape: Shape) -> tuple[jax.Array, jax.Array]:
+    """out [tokens * q_heads, v_dim] and lse f32[tokens * q_heads] with the rows of tiles in several parts filled in.
+
+    Args: out, lse: the other tiles' rows; updated in place. parts: f32[items * kv_heads * rows, v_dim], normalised.
+      part_lse: f32[items * kv_heads * rows], natural log. tiles: i32[n, 4], of `mosaic_gpu_sm90_schedule`.
+      sinks: f32[q_heads] or None.
+    """
+    chunk = rows_io.strided_rows(shape.v_dim)
+    chunks = min(-(-shape.rows // chunk), max(_PROGRAMS // (tiles.shape[0] * shape.kv_heads), 1))
+    launch = pl.kernel(
+        functools.partial(_kernel, shape=shape, chunk=chunk, chunks=chunks),
+        out_type=(),
+        mesh=plgpu.Mesh(grid=(tiles.shape[0], chunks, shape.kv_heads), grid_names=("tiles", "chunks", "kv_heads")),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * parts.size, bytes_accessed=4 * (parts.size + part_lse.size), transcendentals=parts.size
+        ),
+        name="jattn_attention_merge",
+    )
+    refs = jax.new_ref(out), jax.new_ref(lse)
+    launch(parts, part_lse, tiles, *(() if sinks is None else (sinks,)), *refs)  # pyright: ignore[reportCallIssue]
+    return jax.freeze(refs[0]), jax.freeze(refs[1])
+
+
+def _kernel(parts, part_lse, tiles, *rest, shape: Shape, chunk: int, chunks: int):
+    sinks, out, lse = rest if shape.sinks else (None, *rest)
+    tile, head = lax.axis_index("tiles"), lax.axis_index("kv_heads")
+    row, tokens, first, count = (tiles[tile, i] for i in range(4))
+    used = tokens * shape.group
+
+    def rows_from(i, _):
+        start = i * chunk
+        out_rows, out_lse = _merged(parts, part_lse, sinks, first, count, used, start, head, shape, chunk)
+        where = Rows(row, head * shape.group, used, shape.group, shape.kv_heads * shape.group)
+        rows_io.store_strided(out, out_rows.astype(out.dtype), where, start=start)
+        rows_io.store_strided(lse, out_lse, where, start=start, one_a_row=True)
+
+    @pl.when(count > 1)
+    def _():
+        mine, all_chunks = lax.axis_index("chunks"), (used + (chunk - 1)) // chunk
+        lax.fori_loop(
+            0, (all_chunks - mine + (chunks - 1)) // chunks, lambda i, _: rows_from(mine + i * chunks, _), None
+        )
+
+
+def _merged(parts, part_lse, sinks, first, count, used, start, head, shape: Shape, chunk: int):
+    # rows `start` to `start + chunk` of a tile over all its parts
+    size = (chunk, shape.v_dim)
+    unrolled = max(2, _ELEMENTS // (chunk * shape.v_dim // 128))
+
+    def fetch(part):
+        at = (first + jnp.minimum(part, count - 1)) * shape.kv_heads + head
+        where = Rows(jnp.int32(0), at * shape.rows, used, shape.rows, 0)
+        logs = rows_io.load_strided(part_lse, where, shape=size, start=start, one_a_row=True)
+        hidden = jnp.where(part < count, jnp.float32(0), jnp.float32(-jnp.inf))  # repeats of the last part
+        return logs + hidden, rows_io.load_strided(parts, where, shape=size, start=start)
+
+    def step(i, carry):
+        top, total, acc = carry
+        fetched = [fetch(i * unrolled + j) for j in range(unrolled)]
+        new = functools.reduce(jnp.maximum, [logs for logs, _ in fetched], top)
+        safe = jnp.where(new == -jnp.inf, 0.0, new)
+        decay = jnp.exp(top - safe)
+        total, acc = total * decay, acc * decay
+        for logs, values in fetched:
+            weight = jnp.exp(logs - safe)
+            total, acc = total + weight, acc + weight * values
+        return new, total, acc
+
+    layout = rows_io.strided(size)
+    carry = tuple(plgpu.layout_cast(jnp.full(size, x, jnp.float32), layout) for x in (-jnp.inf, 0.0, 0.0))
+    top, total, acc = lax.fori_loop(0, (count + (unrolled - 1)) // unrolled, step, carry)
+    seen = total > 0
+    some = jnp.where(seen, total, 1.0)
+    lse = jnp.where(seen, top + jnp.log(some), -jnp.inf)
+    if sinks is None:
+        return acc * jnp.where(seen, 1.0 / some, 0.0), lse
+    per_row = Rows(jnp.int32(0), head * shape.group, used, shape.group, 0)
+    sink = rows_io.load_strided(sinks, per_row, shape=size, start=start, one_a_row=True)
+    high = jnp.maximum(top, sink)
+    decay = jnp.where(seen, jnp.exp(top - high), 0.0)
+    return acc * (decay / (total * decay + jnp.exp(sink - high))), lse
+
+
+def merge_plain(out, lse, parts, part_lse, tiles, sinks, shape: Shape) -> tuple[jax.Array, jax.Array]:
+    """The same in plain JAX, for where the kernel is interpreted."""
+    items = parts.shape[0] // (shape.kv_heads * shape.rows)
+    size = (items, shape.kv_heads, shape.rows)
+    row, tokens, first, count = tiles.T
+    item = jnp.arange(items, dtype=jnp.int32)
+    mine = (item[None] >= first[:, None]) & (item[None] < (first + count)[:, None])
+    logs = jnp.where(mine[..., None, None], part_lse.reshape(size)[None], -jnp.inf)  # [tiles, items, kv_heads, rows]
+    top = jnp.max(logs, axis=1)
+    safe = jnp.where(top == -jnp.inf, 0.0, top)
+    weights = jnp.exp(logs - safe[:, None])
+    values = jnp.where(weights[..., None] > 0, parts.reshape(*size, shape.v_dim)[None], 0.0)
+    total = jnp.sum(weights, axis=1)
+    seen = total > 0
+    merged_lse = jnp.where(seen, safe + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
+    scale = jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0)
+    used = jnp.arange(shape.rows, dtype=jnp.int32)
+    head = jnp.arange(shape.kv_heads, dtype=jnp.int32)[:, None] * shape.group + (used % shape.group)[None]
+    if sinks is not None:
+        scale = jnp.where(seen, scale / (1.0 + jnp.exp(sinks[head][None] - merged_lse)), 0.0)
+    merged = jnp.sum(weights[..., None] * values, axis=1) * scale[..., None]
+    token = row[:, None] + (used // shape.group)[None]
+    at = token[:, None, :] * (shape.kv_heads * shape.group) + head[None]
+    mine = ((used // shape.group)[None] < tokens[:, None]) & (count > 1)[:, None]
+    at = jnp.where(mine[:, None, :], at, out.shape[0])  # dropped
+    return out.at[at].set(merged.astype(out.dtype), mode="drop"), lse.at[at].set(merged_lse, mode="drop")

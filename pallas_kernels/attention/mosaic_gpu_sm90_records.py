@@ -1,0 +1,101 @@
+"""What a program of the Hopper attention is compiled for, what it is given, and the shared memory it takes."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._common.masks import Rules
+from pallas_kernels.attention import mosaic_gpu_sm90_copy as copies
+from pallas_kernels.attention.mosaic_gpu_sm90_config import Config
+
+
+class Static(NamedTuple):
+    """What a program is compiled for."""
+
+    config: Config
+    rules: Rules
+    group: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    page_size: int
+    block_q: int
+    num_tokens: int
+    max_q_len: int
+    words: int  # of a tree's bits a row; 0 without a tree
+    sinks: bool
+    interpret: bool
+
+    @property
+    def q_in_smem(self) -> bool:
+        """Whether queries are kept in shared memory: the interpreter asks for it, or registers are short."""
+        return self.interpret or self.k_dim > 128 or self.config.block_kv > 64
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the next block's scores are made beside this one's weights, as far as registers go."""
+        return max(self.k_dim, self.v_dim) <= 128 and self.config.block_kv == 64
+
+
+class Arrays(NamedTuple):
+    """References in device memory; None where a call has none."""
+
+    items: Any
+    unserved: Any
+    cu_q_lens: Any
+    page_table: Any
+    page_offset: Any  # i32[1]
+    q: Any  # [tokens * q_heads, k_dim]
+    k: Any  # [pages, page_size, kv_heads, k_dim]
+    v: Any
+    bits: Any  # u32[tiles, words, rows]
+    low: Any  # i32[tiles, rows]
+    sinks: Any  # f32[q_heads]
+    out: Any  # [tokens * q_heads, v_dim]
+    lse: Any  # f32[tokens * q_heads]
+    parts: Any  # f32[items * kv_heads * block_q * group, v_dim], of tiles in several parts
+    part_lse: Any  # f32[items * kv_heads * block_q * group]
+
+
+class Item(NamedTuple):
+    """One program's part of the schedule, as scalars; see `mosaic_gpu_sm90_schedule`."""
+
+    seq: Any
+    row: Any
+    tokens: Any
+    first: Any
+    begin: Any
+    end: Any
+    kv_len: Any
+    low: Any
+    high: Any
+    tile: Any
+    parts: Any
+
+
+def scratch(static: Static, dtype) -> dict:
+    """Shared memory and barriers of a program."""
+    config = static.config
+    full = copies.barriers(config.stages)
+    if static.interpret:
+        arrivals = copies.arrivals(config.block_kv, static.page_size)
+        full = plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.stages)
+    refs: dict[str, Any] = dict(
+        k_ring=copies.tiled((config.stages, config.block_kv, static.k_dim), dtype),
+        v_ring=copies.tiled((config.stages, config.block_kv, static.v_dim), dtype),
+        k_full=full,
+        v_full=full,
+    )
+    if config.groups > 1:
+        refs["k_free"] = plgpu.Barrier(num_arrivals=config.groups, num_barriers=config.stages)
+        refs["v_free"] = plgpu.Barrier(num_arrivals=config.groups, num_barriers=config.stages)
+    if static.words:
+        refs["bits"] = plgpu.SMEM((static.words, config.rows), jnp.uint32)
+        refs["low"] = plgpu.SMEM((config.rows,), jnp.int32)
+        refs["tree_full"] = plgpu.Barrier(num_arrivals=1 if static.rules.sliding_window is None else 2)
+    if static.q_in_smem:
+        refs["q_tile"] = copies.tiled((config.groups, 64, static.k_dim), dtype)
+    if static.interpret:
+        refs["weights"] = copies.tiled((config.groups, 64, config.block_kv), dtype)
+    return refs

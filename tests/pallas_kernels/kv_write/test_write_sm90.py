@@ -1,0 +1,51 @@
+"""The Hopper write against plain JAX's, bit for bit: on a GPU (marker `device`), and interpreted here."""
+# The interpreter's settings stand where the checker reads a flag.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.kv_write import mosaic_gpu_sm90 as sm90
+from pallas_kernels.kv_write import xla
+
+SHAPES = [(8, 128, 128, "bfloat16"), (3, 64, 64, "bfloat16"), (1, 80, 128, "float16"), (2, 16, 8, "float32")]
+
+
+def draw(heads: int, k_dim: int, v_dim: int, dtype: str, *, tokens: int = 7):
+    """Two layers of pages, rows, and slots with -1 and one past the layer's end."""
+    rng = np.random.default_rng(0)
+    pages, size = 5, 16
+    pools = [jnp.full((2 * pages, size, heads, d), jnp.nan, dtype) for d in (k_dim, v_dim)]
+    rows = [jnp.asarray(rng.standard_normal((tokens, heads, d)), dtype) for d in (k_dim, v_dim)]
+    slots = rng.permutation(pages * size)[:tokens].astype(np.int32)
+    slots[1], slots[3] = -1, pages * size
+    return pools, rows, jnp.asarray(slots), dict(page_offset=pages, num_pages=pages)
+
+
+def check(shape, interpret=False):
+    """Same bits everywhere, in the pages of the other layer too."""
+    pools, rows, slots, where = draw(*shape)
+    want = xla.write_kv(*pools, *rows, slots, **where)
+    got = jax.jit(lambda *x: sm90.write_kv(*x, **where, interpret=interpret))(*pools, *rows, slots)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(one).view(np.uint8), np.asarray(other).view(np.uint8))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_go_where_plain_jax_puts_them_on_a_gpu(shape):
+    check(shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:2])
+def test_rows_go_where_plain_jax_puts_them_without_a_race(shape):
+    check(shape, interpret=plgpu.InterpretGPUParams(detect_races=True))
+
+
+def test_rows_that_are_no_multiple_of_16_bytes_are_refused():
+    pools, rows, slots, where = draw(1, 4, 4, "bfloat16")
+    with pytest.raises(ValueError, match="rows of 8 and 8 bytes of bfloat16"):
+        sm90.write_kv(*pools, *rows, slots, **where)
