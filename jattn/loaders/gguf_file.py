@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,14 @@ import gguf
 import numpy as np
 from numpy.typing import DTypeLike
 
-from jattn.loaders.arches import ARCHES, TensorRow
+from jattn.loaders.arches import ARCHES, Arch
 from jattn.loaders.errors import ModelFileError
 from jattn.loaders.gguf_header import TensorInfo, read_header
-from jattn.loaders.hparams import HParams, RopeScaling, read_hparams
-
-__all__ = ["GgufModel", "HParams", "ModelFileError", "RopeScaling", "load_llama_arrays", "read_metadata", "split_half"]
+from jattn.loaders.gguf_hparams import read_hparams
+from jattn.loaders.hparams import HParams
+from jattn.loaders.tokenizer import Tokenizer
 
 _CHUNK = 1 << 20  # values dequantised at once: 4 MiB of float32, and gguf's temporaries are a few times that
-
-OnTensor = Callable[[str, int, int], None]  # (our name, tensors done, tensors in all)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,6 +31,11 @@ class GgufModel:
     hparams: HParams
     metadata: Mapping[str, Any] = dataclasses.field(repr=False)  # every key of the file, as plain Python values
     tensors: Mapping[str, TensorInfo] = dataclasses.field(repr=False)  # by the file's names
+
+    @property
+    def table(self) -> Arch:
+        """The row of the architecture."""
+        return ARCHES[self.arch]
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -50,6 +53,14 @@ class GgufModel:
                 f"{self.path} has no tensor {name!r}: want one of its {len(self.tensors)} tensor_names"
             )
         return _read_tensor(self.path, self.tensors[name], np.dtype(dtype))
+
+    def check_type(self, name: str) -> None:
+        """Raises ModelFileError if the tensor's packing cannot be dequantised."""
+        _check_type(self.path, self.tensors[name])
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer in the file's metadata. Raises ModelFileError if it is of another kind."""
+        return Tokenizer.from_metadata(self.metadata)
 
 
 def read_metadata(path: str | os.PathLike[str]) -> GgufModel:
@@ -76,7 +87,7 @@ def read_metadata(path: str | os.PathLike[str]) -> GgufModel:
     factors = header.tensors.get("rope_freqs.weight")
     try:
         hparams = read_hparams(
-            arch,
+            ARCHES[arch],
             header.metadata,
             tied_embeddings="output.weight" not in header.tensors,
             freq_factors=None if factors is None else tuple(_read_tensor(path, factors, np.dtype("f4")).tolist()),
@@ -84,80 +95,6 @@ def read_metadata(path: str | os.PathLike[str]) -> GgufModel:
     except ModelFileError as error:
         raise ModelFileError(f"{path}: {error}") from None
     return GgufModel(path=path, arch=arch, hparams=hparams, metadata=header.metadata, tensors=header.tensors)
-
-
-def load_llama_arrays(
-    model: GgufModel, *, dtype: DTypeLike = np.float32, on_tensor: OnTensor | None = None
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (our name, array [out, in]) for every weight of the model, one at a time.
-
-    Names: `embed`, `lm_head` (absent when tied), `layers.{i}.{attn_norm,q,k,v,o,ffn_norm,gate,up,down}`, `final_norm`.
-    Rows of q and k are in half-split rope order: feature j of a head is paired with j + head_dim / 2.
-    Every tensor is checked before the first is read. `on_tensor` is called when a tensor is ready.
-    Raises: ModelFileError naming the tensor that is missing, unexpected, of a wrong shape or an unsupported type.
-    """
-    return _load(model, _checked(model), np.dtype(dtype), on_tensor)
-
-
-def split_half(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorder rows [num_heads * head_dim, in] from adjacent rope pairs (2j, 2j + 1) to pairs (j, j + head_dim / 2).
-
-    Source: the permutation of llama.cpp's converter, undone.
-
-    >>> split_half(np.arange(4.0)[:, None], 1).ravel().tolist()
-    [0.0, 2.0, 1.0, 3.0]
-    """
-    rows, columns = weight.shape
-    return weight.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
-
-
-def _wanted(model: GgufModel) -> Iterator[tuple[str, str, TensorRow]]:
-    rows = ARCHES[model.arch].tensors
-    for row in rows:
-        if not row.per_layer and not (row.untied and model.hparams.tied_embeddings):
-            yield row.ours, row.theirs, row
-    for i in range(model.hparams.num_layers):
-        for row in rows:
-            if row.per_layer:
-                yield row.ours.format(i=i), row.theirs.format(i=i), row
-
-
-def _checked(model: GgufModel) -> list[tuple[str, str, TensorRow]]:
-    wanted, extra = [], model.tensors.keys() - ARCHES[model.arch].ignored
-    for item in _wanted(model):  # lazily: a damaged layer count ends at the first tensor that is not there
-        _check_tensor(model, *item[1:])
-        wanted.append(item)
-        extra.discard(item[1])
-    if extra:  # a bias or an adapter that is left out makes wrong text, not an error
-        raise ModelFileError(
-            f"{model.path}: {len(extra)} tensors are not part of architecture {model.arch!r} as known here: "
-            f"{', '.join(sorted(extra)[:4])}{', ...' if len(extra) > 4 else ''}; this variant is not supported"
-        )
-    return wanted
-
-
-def _check_tensor(model: GgufModel, theirs: str, row: TensorRow) -> None:
-    want = tuple(getattr(model.hparams, dim) for dim in row.shape)
-    info = model.tensors.get(theirs)
-    if info is None:
-        raise ModelFileError(f"{model.path} lacks tensor {theirs!r}: want shape {want}; fetch or convert it again")
-    if info.shape != want:
-        raise ModelFileError(
-            f"{model.path}: tensor {theirs!r} has shape {info.shape}, but the metadata wants {want} "
-            f"({' x '.join(row.shape)}); convert the model again"
-        )
-    _check_type(model.path, info)
-
-
-def _load(model: GgufModel, wanted, dtype: np.dtype, on_tensor: OnTensor | None) -> Iterator[tuple[str, np.ndarray]]:
-    for done, (ours, theirs, row) in enumerate(wanted, 1):
-        array = model.tensor(theirs, dtype)
-        if row.rope_heads is not None:
-            array = split_half(array, getattr(model.hparams, row.rope_heads))
-        if on_tensor is not None:
-            on_tensor(ours, done, len(wanted))
-        yield ours, array
-        del array  # the caller owns it now; keeping it would overlap with the next
 
 
 @functools.cache

@@ -45,7 +45,9 @@ def locate(name_or_path: str | os.PathLike[str]) -> Path:
     path = Path(name)
     if path.suffix.lower() == ".gguf" or len(path.parts) > 1 or path.exists():
         return path
-    raise ModelFileError(f"unknown model {name!r}: want a path to a GGUF file or one of {', '.join(sorted(MODELS))}")
+    raise ModelFileError(
+        f"unknown model {name!r}: want a GGUF file, a Hugging Face folder, or one of {', '.join(sorted(MODELS))}"
+    )
 
 
 def _installed(row: ModelRow) -> Path:

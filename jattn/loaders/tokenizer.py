@@ -1,11 +1,11 @@
-"""A byte-level BPE tokenizer built from GGUF metadata, with the `tokenizers` package doing the merging.
+"""Text to ids and back, with the `tokenizers` package doing the merging; here built from GGUF metadata.
 
 Decoding is done here, on bytes, because a stream must know which bytes are final.
 """
 
 import codecs
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -49,24 +49,27 @@ PRE_TOKENIZERS: dict[str, PreTokenizerRow] = {
 
 
 class Tokenizer:
-    """Text to ids and back. Build it with `from_metadata`.
+    """Text to ids and back. Build it with `from_metadata`, or with `jattn.loaders.hf_tokenizer.read_tokenizer`.
 
     `eos_ids` are the ids that end an answer: the end token, and the end-of-turn token where it is another one.
     """
 
-    def __init__(self, vocabulary: Vocabulary, row: PreTokenizerRow):
-        tokens, types = vocabulary.tokens, vocabulary.types
-        self.vocab_size = len(tokens)
-        self.special_ids = frozenset(i for i, kind in enumerate(types) if kind == _CONTROL)
-        self.bos_id, self.eos_id = vocabulary.bos_id, vocabulary.eos_id
-        self.add_bos = self.bos_id is not None and (row.add_bos if vocabulary.add_bos is None else vocabulary.add_bos)
-        by_text = (i for i in sorted(self.special_ids) if tokens[i] in _END_OF_TURN)
-        self.eos_ids = tuple(dict.fromkeys((*vocabulary.end_ids, *by_text)))
-        self._bytes = [
-            token.encode() if kind in (_CONTROL, _USER_DEFINED) else token_bytes(token)
-            for token, kind in zip(tokens, types, strict=True)
-        ]
-        self._bpe = _build(vocabulary, row)
+    def __init__(
+        self,
+        engine: tokenizers.Tokenizer,
+        pieces: Sequence[bytes],
+        *,
+        special_ids: frozenset[int],
+        bos_id: int | None,
+        eos_id: int | None,
+        eos_ids: tuple[int, ...],
+        add_bos: bool,
+    ):
+        """engine: does the merging. pieces: the bytes of each id. add_bos: where `encode` is not told."""
+        self.vocab_size = len(pieces)
+        self.special_ids = special_ids
+        self.bos_id, self.eos_id, self.eos_ids, self.add_bos = bos_id, eos_id, eos_ids, add_bos
+        self._bytes, self._engine = pieces, engine
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
@@ -81,21 +84,35 @@ class Tokenizer:
                 f"tokenizer.ggml.pre is {name!r}: want one of {', '.join(sorted(PRE_TOKENIZERS))}; words cut another "
                 "way would make other ids, so pass token ids"
             )
-        return cls(vocabulary, PRE_TOKENIZERS[name])
+        row, tokens, types = PRE_TOKENIZERS[name], vocabulary.tokens, vocabulary.types
+        special_ids = frozenset(i for i, kind in enumerate(types) if kind == _CONTROL)
+        add_bos = row.add_bos if vocabulary.add_bos is None else vocabulary.add_bos
+        return cls(
+            _build(vocabulary, row),
+            [
+                token.encode() if kind in (_CONTROL, _USER_DEFINED) else token_bytes(token)
+                for token, kind in zip(tokens, types, strict=True)
+            ],
+            special_ids=special_ids,
+            bos_id=vocabulary.bos_id,
+            eos_id=vocabulary.eos_id,
+            eos_ids=tuple(dict.fromkeys((*vocabulary.end_ids, *ends_of_turn(tokens, special_ids)))),
+            add_bos=vocabulary.bos_id is not None and add_bos,
+        )
 
     def encode(self, text: str, *, add_bos: bool | None = None) -> list[int]:
         """Ids of `text`. The names of special tokens inside it, such as <|im_end|>, become those tokens.
 
         A byte that the vocabulary lacks is dropped, as other engines do; SmolLM2 lacks six control characters.
-        Args: add_bos: None does as the file says, and never doubles a begin token that the text already has.
+        Args: add_bos: None does as the model says, and never doubles a begin token that the text already has.
         Raises: ValueError if `text` holds lone surrogates, which no UTF-8 text has, or no begin token can be added.
         """
         try:
-            ids = self._bpe.encode(text, add_special_tokens=False).ids
+            ids = self._engine.encode(text, add_special_tokens=False).ids
         except TypeError:
             raise ValueError(f"text is {text!r:.60}: want a str without lone surrogates") from None
         if add_bos and self.bos_id is None:
-            raise ValueError("add_bos=True, but the file names no begin token: want add_bos=None or False")
+            raise ValueError("add_bos=True, but the model names no begin token: want add_bos=None or False")
         add = add_bos or (add_bos is None and self.add_bos and ids[:1] != [self.bos_id])
         return [self.bos_id, *ids] if add and self.bos_id is not None else ids
 
@@ -126,6 +143,11 @@ class StreamDecoder:
     def flush(self) -> str:
         """What was held back: U+FFFD for a character that stayed incomplete, or nothing."""
         return self._decoder.decode(b"", final=True)
+
+
+def ends_of_turn(tokens: Sequence[str | None], special_ids: Iterable[int]) -> tuple[int, ...]:
+    """Special ids whose text is known to end a turn, for files where no key names them."""
+    return tuple(i for i in sorted(special_ids) if tokens[i] in _END_OF_TURN)
 
 
 def _build(vocabulary: Vocabulary, row: PreTokenizerRow) -> tokenizers.Tokenizer:

@@ -8,37 +8,50 @@ import numpy as np
 from flax import nnx
 
 from jattn.models.config import ModelConfig
-from jattn.models.llama import Llama
+from jattn.models.decoder import Decoder
 from jattn.resolve import Choice
 from jattn.spec import AttnSpec
 
-# Our parameter's path in a layer -> the loader's tensors whose rows it stacks.
+# Our parameter's path in a layer -> the loader's tensors that it stacks, output after output.
 _LAYER = {
     ("attn_norm", "weight"): ("attn_norm",),
     ("attn", "qkv", "weight"): ("q", "k", "v"),
+    ("attn", "qkv", "bias"): ("q_bias", "k_bias", "v_bias"),
+    ("attn", "q_norm", "weight"): ("q_norm",),
+    ("attn", "k_norm", "weight"): ("k_norm",),
+    ("attn", "sinks"): ("sinks",),
     ("attn", "out", "weight"): ("o",),
+    ("attn", "out", "bias"): ("o_bias",),
+    ("post_attn_norm", "weight"): ("post_attn_norm",),
     ("mlp_norm", "weight"): ("ffn_norm",),
     ("mlp", "gate_up", "weight"): ("gate", "up"),
     ("mlp", "down", "weight"): ("down",),
+    ("mlp", "router", "weight"): ("router",),
+    ("mlp", "router", "bias"): ("router_bias",),
+    ("mlp", "gate_up", "bias"): ("gate_bias", "up_bias"),
+    ("mlp", "down", "bias"): ("down_bias",),
+    ("post_mlp_norm", "weight"): ("post_ffn_norm",),
 }
 _GLOBAL = {("embed",): "embed", ("final_norm", "weight"): "final_norm", ("lm_head", "weight"): "lm_head"}
+_OUTPUTS = {"weight": -2, "bias": -1}  # axis of the outputs, with or without experts before it
 
 
-def build_llama(
+def build_decoder(
     config: ModelConfig,
-    spec: AttnSpec,
-    choice: Choice,
+    spec: AttnSpec | tuple[AttnSpec, ...],
+    choice: Choice | tuple[Choice, ...],
     arrays: Iterable[tuple[str, np.ndarray]],
     *,
     dtype=jnp.float32,
     weight_first: bool = False,
-) -> Llama:
-    """A Llama whose parameters are `arrays`: (name, [out, in]) in any order, names as the loaders give them.
+) -> Decoder:
+    """A decoder whose parameters are `arrays`: (name, [out, in]) in any order, names as the loaders give them.
 
+    Norms with `wide_norms` and sinks stay float32 in any dtype.
     Raises: ValueError naming the tensors that are missing, unknown, or of the wrong shape.
     """
     model = nnx.eval_shape(
-        lambda: Llama(config, spec, choice, rngs=nnx.Rngs(0), dtype=dtype, weight_first=weight_first)
+        lambda: Decoder(config, spec, choice, rngs=nnx.Rngs(0), dtype=dtype, weight_first=weight_first)
     )
     graphdef, state = nnx.split(model)
     slots = dict(nnx.to_flat_state(state))
@@ -54,7 +67,7 @@ def build_llama(
         pending.setdefault(path, {})[name] = array
         if len(pending[path]) == len(parts[path]):
             held = pending.pop(path)
-            slots[path] = slots[path].replace(_stack(parts[path], held, slots[path].shape, dtype))
+            slots[path] = slots[path].replace(_stack(parts[path], held, slots[path], _OUTPUTS.get(str(path[-1]))))
             del held, array  # before the loader makes the next one
     if missing:
         some = ", ".join(sorted(missing)[:6])
@@ -68,9 +81,9 @@ def _parts(path: tuple) -> tuple[str, ...]:
     return (_GLOBAL[path],)
 
 
-def _stack(names, held: dict[str, np.ndarray], shape, dtype) -> jax.Array:
+def _stack(names, held: dict[str, np.ndarray], slot, axis: int | None) -> jax.Array:
     arrays = [held[name] for name in names]
-    whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-    if whole.shape != tuple(shape):
-        raise ValueError(f"{' + '.join(names)}: shape {whole.shape}, but the hyperparameters want {tuple(shape)}")
-    return jnp.asarray(whole, dtype)
+    whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis)
+    if whole.shape != tuple(slot.shape):
+        raise ValueError(f"{' + '.join(names)}: shape {whole.shape}, but the hyperparameters want {tuple(slot.shape)}")
+    return jnp.asarray(whole, slot.dtype)

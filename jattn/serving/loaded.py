@@ -8,12 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from jattn.backends import policy_named
-from jattn.loaders.gguf_file import load_llama_arrays, read_metadata
+from jattn.loaders.hparams import HParams
 from jattn.loaders.models import locate
+from jattn.loaders.open import open_model
 from jattn.loaders.tokenizer import Tokenizer
-from jattn.models.config import ModelConfig
-from jattn.models.llama import Llama
-from jattn.models.load import build_llama
+from jattn.loaders.weights import load_arrays
+from jattn.models.config import ExpertsConfig, ModelConfig
+from jattn.models.decoder import Decoder
+from jattn.models.load import build_decoder
+from jattn.models.rope import FactorScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
 from jattn.platforms import Platform, detect, platform_named
 from jattn.resolve import resolve
 from jattn.serving.programs import check_width
@@ -32,8 +35,8 @@ class Options:
     """How to generate. None means: chosen for the model, the prompts and the platform.
 
     Args:
-      model: path of a GGUF file, or a name of the model table. draft: "none" or "ngram".
-      num_steps: drafts a round, or the depth of a tree.
+      model: a GGUF file, a Hugging Face folder, or a name of the model table.
+      draft: "none" or "ngram". num_steps: drafts a round, or the depth of a tree.
       topk: continuations of a draft tree; 1 drafts a chain. num_draft_tokens: its nodes, the newest token included.
       temperature ... seed: as in `Request`; request i uses seed + i. stop: texts that end the answer, cut from it.
       chat: wrap each prompt in the model's chat template. max_context: tokens a request, prompt included.
@@ -151,7 +154,7 @@ def peak_rss_bytes() -> int:
 class LoadedModel:
     """A decoder with its tokenizer, ready to serve."""
 
-    model: Llama
+    model: Decoder
     config: ModelConfig
     tokenizer: Tokenizer
     metadata: Mapping
@@ -166,14 +169,24 @@ def load(options: Options, progress: Progress = lambda what, done, total: None) 
     platform = platform_named(options.platform) if options.platform else detect()
     rules = policy_named(options.policy or platform.default_policy)
     page_size = options.page_size or _default_page_size(rules.legal_page_sizes(is_mla=False))
-    file = read_metadata(locate(options.model))
+    file = open_model(locate(options.model))
     config = config_of(file.hparams)
     dtype = options.dtype or ("float32" if platform.is_cpu else "bfloat16")
-    spec = config.attn_spec(options.kv_dtype)
-    choice = resolve(spec, rules.name, platform, page_size=page_size, topk=options.topk)
-    tokenizer = Tokenizer.from_metadata(file.metadata)
-    arrays = load_llama_arrays(file, on_tensor=lambda name, done, total: progress("tensors", done, total))
-    model = build_llama(config, spec, choice, arrays, dtype=jnp.dtype(dtype), weight_first=platform.is_cpu)
+    specs = config.attn_specs(options.kv_dtype)
+    choices = {
+        spec: resolve(spec, rules.name, platform, page_size=page_size, topk=options.topk)
+        for spec in dict.fromkeys(specs)
+    }
+    tokenizer = file.tokenizer()
+    arrays = load_arrays(file, on_tensor=lambda name, done, total: progress("tensors", done, total))
+    model = build_decoder(
+        config,
+        specs,
+        tuple(choices[spec] for spec in specs),
+        arrays,
+        dtype=jnp.dtype(dtype),
+        weight_first=platform.is_cpu,
+    )
     sizes = [leaf.nbytes for leaf in jax.tree.leaves(model)]
     return LoadedModel(
         model=model,
@@ -187,25 +200,31 @@ def load(options: Options, progress: Progress = lambda what, done, total: None) 
     )
 
 
-def config_of(hparams) -> ModelConfig:
-    """Model hyperparameters from a file's. Raises ValueError for what the model here does not have."""
+_SCALINGS: dict[str, Callable[[dict], Scaling]] = {
+    "linear": lambda given: LinearScaling(**given),
+    "freq_factors": lambda given: FactorScaling(factors=given["freq_factors"]),
+    "llama3": lambda given: Llama3Scaling(**given),
+    "yarn": lambda given: YarnScaling(**given),
+}
+
+
+def config_of(hparams: HParams) -> ModelConfig:
+    """Model hyperparameters from a file's: fields of the same name are the same thing."""
+    scaling, given = None, {}
     if hparams.rope_scaling is not None:
-        raise ValueError(
-            f"this model scales its rotary frequencies ({hparams.rope_scaling.kind}), which is not offered yet"
+        given = {name: value for name, value in dataclasses.asdict(hparams.rope_scaling).items() if value is not None}
+        scaling = _SCALINGS[given.pop("kind")](given)
+    experts = None
+    if hparams.num_experts:
+        assert hparams.swiglu_limit is not None and hparams.swiglu_alpha is not None
+        experts = ExpertsConfig(
+            num_experts=hparams.num_experts,
+            top_k=hparams.experts_per_token,
+            limit=hparams.swiglu_limit,
+            alpha=hparams.swiglu_alpha,
         )
-    return ModelConfig(
-        num_layers=hparams.num_layers,
-        d_model=hparams.d_model,
-        num_q_heads=hparams.num_q_heads,
-        num_kv_heads=hparams.num_kv_heads,
-        head_dim=hparams.head_dim,
-        ffn_dim=hparams.ffn_dim,
-        vocab_size=hparams.vocab_size,
-        max_context=hparams.max_context,
-        rms_eps=hparams.rms_eps,
-        rope_theta=hparams.rope_theta,
-        tied_embeddings=hparams.tied_embeddings,
-    )
+    own = {field.name for field in dataclasses.fields(ModelConfig)} - {"rope_scaling", "experts"}
+    return ModelConfig(rope_scaling=scaling, experts=experts, **{name: getattr(hparams, name) for name in own})
 
 
 def _default_page_size(legal: frozenset[int] | None) -> int:

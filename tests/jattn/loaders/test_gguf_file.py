@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from jattn.loaders.arches import ARCHES
-from jattn.loaders.gguf_file import ModelFileError, load_llama_arrays, read_metadata, split_half
+from jattn.loaders.errors import ModelFileError
+from jattn.loaders.gguf_file import read_metadata
+from jattn.loaders.layouts import split_half
+from jattn.loaders.weights import load_arrays
 
 Q = gguf.GGMLQuantizationType
 BLOCK_32 = [Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.IQ4_NL, Q.MXFP4]
@@ -39,7 +42,7 @@ def test_large_tensors_are_the_same_when_converted_in_chunks(parts, tmp_path, mo
 @pytest.mark.parametrize("tied", [True, False])
 def test_arrays_carry_our_names_and_out_in_shapes(tied, parts, tmp_path):
     model = read_metadata(parts(tied=tied).write(tmp_path / "tiny.gguf"))
-    shapes = {name: array.shape for name, array in load_llama_arrays(model)}
+    shapes = {name: array.shape for name, array in load_arrays(model)}
     vocab = model.hparams.vocab_size
     want = {"embed": (vocab, 32), "final_norm": (32,)} | ({} if tied else {"lm_head": (vocab, 32)})
     for i in range(2):
@@ -53,14 +56,14 @@ def test_arrays_carry_our_names_and_out_in_shapes(tied, parts, tmp_path):
 
 def test_progress_names_each_tensor_once_and_ends_full(tiny_path):
     seen = []
-    names = [name for name, _ in load_llama_arrays(read_metadata(tiny_path), on_tensor=lambda *step: seen.append(step))]
+    names = [name for name, _ in load_arrays(read_metadata(tiny_path), on_tensor=lambda *step: seen.append(step))]
     assert seen == [(name, i + 1, len(names)) for i, name in enumerate(names)]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
 def test_another_dtype_is_the_float32_array_cast(dtype, tiny_path):
     model = read_metadata(tiny_path)
-    for (name, got), (_, want) in zip(load_llama_arrays(model, dtype=dtype), load_llama_arrays(model), strict=True):
+    for (name, got), (_, want) in zip(load_arrays(model, dtype=dtype), load_arrays(model), strict=True):
         assert got.dtype == np.dtype(dtype), name
         np.testing.assert_array_equal(got, want.astype(dtype))
 
@@ -81,7 +84,7 @@ def test_half_split_rope_on_reordered_rows_equals_adjacent_rope_on_the_files_row
 
 def test_only_rows_of_q_and_k_are_reordered(tiny_path):
     model = read_metadata(tiny_path)
-    arrays = dict(load_llama_arrays(model))
+    arrays = dict(load_arrays(model))
     for ours, theirs, heads in [("q", "attn_q", 4), ("k", "attn_k", 2)]:
         want = split_half(model.tensor(f"blk.1.{theirs}.weight"), heads)
         np.testing.assert_array_equal(arrays[f"layers.1.{ours}"], want)
@@ -104,7 +107,7 @@ def test_loading_the_real_model_holds_one_tensor_beside_what_the_caller_keeps(sm
     num_bytes, largest = 0, 0
     tracemalloc.start()
     try:
-        for _, array in load_llama_arrays(smol):
+        for _, array in load_arrays(smol):
             num_bytes, largest = num_bytes + array.nbytes, max(largest, array.nbytes)
             del array
         peak = tracemalloc.get_traced_memory()[1]
@@ -119,7 +122,7 @@ def refusal(edit, parts, tmp_path, **kwargs):
     made = parts(**kwargs)
     edit(made)
     with pytest.raises(ModelFileError) as error:
-        load_llama_arrays(read_metadata(made.write(tmp_path / "bad.gguf")))
+        load_arrays(read_metadata(made.write(tmp_path / "bad.gguf")))
     assert "bad.gguf" in str(error.value)
     return str(error.value)
 
@@ -160,7 +163,7 @@ def test_a_packing_that_nobody_knows_is_refused_by_number(tiny_path, tmp_path):
     raw[at : at + 4] = np.uint32(4711).tobytes()
     (tmp_path / "new.gguf").write_bytes(raw)
     with pytest.raises(ModelFileError, match="'blk.1.ffn_up.weight' is packed as type 4711"):
-        load_llama_arrays(read_metadata(tmp_path / "new.gguf"))
+        load_arrays(read_metadata(tmp_path / "new.gguf"))
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(parts, tmp_path):
@@ -212,7 +215,7 @@ def test_what_the_file_says_about_stretched_rope_is_kept(parts, tmp_path):
     model = read_metadata(made.write(tmp_path / "factors.gguf"))
     assert model.hparams.rope_scaling is not None
     assert (model.hparams.rope_scaling.kind, model.hparams.rope_scaling.freq_factors) == ("freq_factors", (1, 2, 4, 8))
-    assert "rope_freqs" not in dict(load_llama_arrays(model))
+    assert "rope_freqs" not in dict(load_arrays(model))
 
 
 def test_a_file_that_disappears_after_its_header_was_read_is_named(parts, tmp_path):

@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 
 from jattn.loaders.chat import render_chat
 from jattn.loaders.errors import ModelFileError
-from jattn.loaders.gguf_file import load_llama_arrays, read_metadata
+from jattn.loaders.gguf_file import read_metadata
 from jattn.loaders.gguf_header import read_header
 from jattn.loaders.tokenizer import Tokenizer
+from jattn.loaders.weights import load_arrays
 
 
 def load_everything(path):
     model = read_metadata(path)
-    for _ in load_llama_arrays(model):
+    for _ in load_arrays(model):
         pass
     tokenizer = Tokenizer.from_metadata(model.metadata)
     tokenizer.decode(tokenizer.encode("a 123"))

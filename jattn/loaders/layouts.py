@@ -1,0 +1,58 @@
+"""How a file's array becomes ours, where the two differ. Each function takes the array and the hyperparameters."""
+
+import numpy as np
+
+from jattn.loaders.hparams import HParams
+
+
+def split_half(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """Reorder rows [num_heads * head_dim, in] from adjacent rope pairs (2j, 2j + 1) to pairs (j, j + head_dim / 2).
+
+    Source: the permutation of llama.cpp's converter, undone.
+
+    >>> split_half(np.arange(4.0)[:, None], 1).ravel().tolist()
+    [0.0, 2.0, 1.0, 3.0]
+    """
+    rows, columns = weight.shape
+    return weight.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def adjacent_q(array: np.ndarray, hparams: HParams) -> np.ndarray:
+    """Query rows whose rope pairs the file keeps adjacent."""
+    return split_half(array, hparams.num_q_heads)
+
+
+def adjacent_k(array: np.ndarray, hparams: HParams) -> np.ndarray:
+    """Key rows whose rope pairs the file keeps adjacent."""
+    return split_half(array, hparams.num_kv_heads)
+
+
+def one_plus(array: np.ndarray, hparams: HParams) -> np.ndarray:
+    """A norm weight kept as its distance from 1."""
+    array += 1
+    return array
+
+
+def even_columns(array: np.ndarray, hparams: HParams) -> np.ndarray:
+    """The gates of [experts, in, 2 * out], as [experts, out, in]."""
+    return array[..., 0::2].swapaxes(1, 2)
+
+
+def odd_columns(array: np.ndarray, hparams: HParams) -> np.ndarray:
+    """The up projections of [experts, in, 2 * out], as [experts, out, in]."""
+    return array[..., 1::2].swapaxes(1, 2)
+
+
+def even_entries(array: np.ndarray, hparams: HParams) -> np.ndarray:
+    """The gates' biases of [experts, 2 * out]."""
+    return array[..., 0::2]
+
+
+def odd_entries(array: np.ndarray, hparams: HParams) -> np.ndarray:
+    """The up projections' biases of [experts, 2 * out]."""
+    return array[..., 1::2]
+
+
+def swapped(array: np.ndarray, hparams: HParams) -> np.ndarray:
+    """[experts, in, out] as [experts, out, in]."""
+    return array.swapaxes(1, 2)
