@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
+import pallas_kernels.attention.mosaic_gpu_sm90 as attention_sm90
 import pallas_kernels.attention.xla as attention_xla
+import pallas_kernels.kv_write.mosaic_gpu_sm90 as kv_write_sm90
 import pallas_kernels.kv_write.xla as kv_write_xla
 import pallas_kernels.merge_states.mosaic_gpu_sm90 as merge_sm90
 import pallas_kernels.merge_states.xla as merge_xla
@@ -40,8 +42,21 @@ _KV = frozenset({Feature.FP8_KV, Feature.INT8_KV, Feature.TOKEN_SCALES})
 _ALL_MHA = _BASE | _MODEL | _KV | {Feature.RAGGED, Feature.FULL, Feature.TREE}
 
 KERNELS: tuple[KernelRow, ...] = (
-    KernelRow(set="hopper", op="attend", provides=_BASE | _MODEL | {Feature.TREE, Feature.FP8_KV}),
-    KernelRow(set="hopper", op="write_kv", provides=_ALL_MHA),
+    KernelRow(
+        set="hopper",
+        op="attend",
+        provides=_BASE | _MODEL | {Feature.FULL, Feature.TREE},
+        function=attention_sm90.paged_attention,
+        ragged=attention_xla.ragged_attention,  # packed keys have no kernel of their own yet
+        interpreted=attention_xla.paged_attention,  # the interpreter takes seconds a block
+    ),
+    KernelRow(
+        set="hopper",
+        op="write_kv",
+        provides=_ALL_MHA - _KV,
+        function=kv_write_sm90.write_kv,
+        interpreted=kv_write_xla.write_kv,
+    ),
     KernelRow(
         set="hopper",
         op="merge_states",

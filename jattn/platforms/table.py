@@ -19,7 +19,11 @@ _DECLARED, _LOWERED = Evidence.DECLARED, Evidence.LOWERED
 _CPU = _evidence(xla=Evidence.MEASURED)
 _CPU_AMX = _evidence(xla=_LOWERED)
 _GPU = _evidence(gpu=_DECLARED, xla=_LOWERED)
-_HOPPER = _evidence(hopper=_DECLARED, gpu=_DECLARED, xla=_LOWERED) | {"hopper/merge_states": _LOWERED}
+_HOPPER = _evidence(gpu=_DECLARED, xla=_LOWERED) | {
+    "hopper/attend": Evidence.MEASURED,
+    "hopper/write_kv": Evidence.COMPILED,  # and right on an H200; not timed yet
+    "hopper/merge_states": _LOWERED,
+}
 _TPU = _evidence(tpu=_DECLARED, xla=_LOWERED)
 _OTHER = _evidence(xla=_DECLARED)
 _CUDA = (13, 0)

@@ -187,7 +187,7 @@ def test_platforms_prints_every_row_and_evidence(capsys):
 def test_explain_says_who_serves_and_why_others_do_not(capsys):
     status, out, _ = run(capsys, "explain", "--platform", "cuda-sm90", "--sinks", "--kv-dtype", "fp8_e4m3")
     assert status == 0
-    for part in ("xla/attend", "hopper/attend is declared", "fp8_kv, sinks", "rows", "decode"):
+    for part in ("xla/attend", "hopper/attend lacks fp8_kv", "fp8_kv, sinks", "rows", "decode"):
         assert part in out
     status, out, err = run(capsys, "explain", "--alibi")
     assert (status, out) == (2, "")

@@ -1,0 +1,86 @@
+"""On Hopper the door takes the Mosaic kernels, and they lower without the device."""
+# Settings are passed on as mappings, which the checker cannot follow.
+# pyright: reportArgumentType=false
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import AttnSpec, ForwardMode, PagedKV, make_plan
+
+SEQS, PAGES = 4, 8
+
+
+def write_attend(spec, choice, mode, q_len, page_size, tree):
+    """A step through the door, and the shapes of its arrays."""
+
+    def make():
+        lens = np.full(SEQS, PAGES * page_size)
+        bits = jnp.ones((SEQS * q_len, 1), jnp.uint32) if tree else None
+        table = np.zeros((SEQS, PAGES), np.int32)
+        plan = make_plan(mode, lens, np.full(SEQS, q_len), table, page_size=page_size, tree=bits)
+        cache = PagedKV.create(spec, num_layers=2, num_pages=PAGES, page_size=page_size, dtype=jnp.bfloat16)
+        rows = jnp.zeros((SEQS * q_len, spec.num_q_heads + 2 * spec.num_kv_heads, spec.head_dim), jnp.bfloat16)
+        q, k, v = jnp.split(rows, (spec.num_q_heads, spec.num_q_heads + spec.num_kv_heads), axis=1)
+        return q, k, v, cache, plan, jnp.zeros(spec.num_q_heads)
+
+    def step(q, k, v, cache, plan, sinks):
+        given = sinks if spec.sinks else None
+        return jattn.write_attend(q, k, v, cache, plan, layer=1, spec=spec, choice=choice, sinks=given)
+
+    return step, jax.eval_shape(make)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("mode", "q_len", "tree"), [("DECODE", 1, False), ("TARGET_VERIFY", 8, True)])
+@pytest.mark.parametrize("extras", [{}, dict(sliding_window=100, sinks=True, logit_soft_cap=30.0)])
+def test_a_bfloat16_step_on_hopper_is_mosaic_kernels(page_size, mode, q_len, tree, extras):
+    spec = AttnSpec(num_q_heads=8, num_kv_heads=2, head_dim=128, **extras)
+    choice = jattn.resolve(spec, "native", "cuda-sm90")
+    assert [row.set for row in choice.rows] == ["hopper"] * 3
+    assert choice.skipped == ()
+    step, args = write_attend(spec, choice, ForwardMode[mode], q_len, page_size, tree)
+    text = jax.jit(step).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") >= 2  # the write and the attention
+
+
+def test_what_the_kernels_lack_goes_to_plain_jax_with_the_reason():
+    spec = AttnSpec(num_q_heads=8, num_kv_heads=2, head_dim=128, kv_dtype="fp8_e4m3")
+    choice = jattn.resolve(spec, "native", "cuda-sm90")
+    assert [choice.row(op).set for op in ("attend", "write_kv")] == ["xla", "xla"]
+    assert "hopper/attend lacks fp8_kv" in choice.skipped
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "message"),
+    [(72, jnp.bfloat16, "page_size=16, head dims 72 and 72"), (128, jnp.float32, "float32, float32, float32")],
+)
+def test_a_shape_or_dtype_without_a_kernel_is_one_clear_error(head_dim, dtype, message):
+    spec = AttnSpec(num_q_heads=8, num_kv_heads=2, head_dim=head_dim)
+    choice = jattn.resolve(spec, "native", "cuda-sm90")
+    step, args = write_attend(spec, choice, ForwardMode.DECODE, 1, 16, False)
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype if x.dtype == jnp.bfloat16 else x.dtype), args)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(functools.partial(step), *args)
+
+
+def test_a_call_of_equal_requests_wastes_no_program():
+    from pallas_kernels._common.masks import Rules
+    from pallas_kernels.attention import mosaic_gpu_sm90_schedule as schedules
+    from pallas_kernels.attention.mosaic_gpu_sm90_config import Config
+
+    rules = Rules(sm_scale=1.0)
+    lens = dict(seq_lens=jnp.full(16, 4096), cu_q_lens=jnp.arange(17, dtype=jnp.int32) * 16)
+    sizes = dict(num_tokens=256, max_q_len=16, group=4, kv_room=4096)
+    whole = schedules.make(Config(), rules, None, **lens, **sizes)
+    assert whole.items.shape[0] == 16
+    assert whole.items[:, schedules.TOKENS].tolist() == [16] * 16
+    cut = schedules.make(dataclasses.replace(Config(), splits=True, parts=33), rules, None, **lens, **sizes)
+    blocks = np.asarray(cut.items[:, schedules.END] - cut.items[:, schedules.BEGIN])
+    assert sorted(set(blocks[np.asarray(cut.items[:, schedules.TOKENS]) > 0].tolist())) == [32]
+    assert int(blocks.sum()) == 16 * 64
