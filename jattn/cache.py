@@ -101,7 +101,6 @@ class PagedKV:
         """Bytes of all arrays."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
-
     def move(self, from_slots: jax.Array, to_slots: jax.Array) -> Self:
         """This cache with rows copied to other slots, in every layer: how accepted nodes of a tree come to the front.
 
