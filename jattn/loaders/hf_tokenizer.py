@@ -3,7 +3,6 @@
 Decoding stays here, on bytes (`Tokenizer.pieces`): the file's own decoder only says how vocabulary entries are spelt.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import tokenizers
 
 from jattn.loaders.byte_level import token_bytes
 from jattn.loaders.errors import ModelFileError
+from jattn.loaders.sentence_piece import piece_bytes
 from jattn.loaders.tokenizer import Tokenizer, ends_of_turn
 
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"  # what SentencePiece writes for a space
 
 
@@ -37,12 +36,13 @@ def read_tokenizer(
         raise ModelFileError(
             f"{path} has token id {max(entries)}, but the model has {vocab_size} ids: not its tokenizer"
         )
-    spell = token_bytes if _is_byte_level(path, spec) else _sentence_piece
+    # a first space is kept, where the file's decoder might strip it: generated text goes on behind a prompt
+    spell = token_bytes if _is_byte_level(path, spec) else piece_bytes
     texts = [entries.get(i) for i in range(vocab_size)]
     special_ids = frozenset(i for i, token in added.items() if token.special)
     begin = _begin(path, engine)
     return Tokenizer(
-        engine,
+        lambda text: engine.encode(text, add_special_tokens=False).ids,
         [
             b"" if text is None else added[i].content.encode() if i in added else spell(text)
             for i, text in enumerate(texts)
@@ -81,9 +81,3 @@ def _nodes(decoder: Any) -> Iterator[Mapping[str, Any]]:
         yield decoder
         for part in decoder.get("decoders", ()):
             yield from _nodes(part)
-
-
-def _sentence_piece(text: str) -> bytes:
-    # a text's first space is kept, where the file's decoder might strip it: generated text goes on behind a prompt
-    byte = _BYTE.fullmatch(text)
-    return bytes((int(byte[1], 16),)) if byte else text.replace(_SPACE, " ").encode()

@@ -5,7 +5,8 @@ Decoding is done here, on bytes, because a stream must know which bytes are fina
 
 import codecs
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -14,6 +15,7 @@ from tokenizers.models import BPE
 
 from jattn.loaders.byte_level import join, token_bytes
 from jattn.loaders.errors import ModelFileError
+from jattn.loaders.sentence_piece import SentencePiece, piece_bytes
 from jattn.loaders.stop import StopTexts
 from jattn.loaders.vocabulary import Vocabulary, read_vocabulary
 
@@ -25,6 +27,13 @@ _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")  # where
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+# Words end where capitals begin. Source: o200k_base of https://github.com/openai/tiktoken
+_CASED_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -45,6 +54,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizerRow] = {
     "llama-bpe": PreTokenizerRow(
         name="llama-bpe", words=_WORDS.format(digits="{1,3}"), ignore_merges=True, add_bos=True
     ),
+    "gpt-4o": PreTokenizerRow(name="gpt-4o", words=_CASED_WORDS),  # gpt-oss
 }
 
 
@@ -56,7 +66,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        engine: tokenizers.Tokenizer,
+        ids_of: Callable[[str], list[int]],
         pieces: Sequence[bytes],
         *,
         special_ids: frozenset[int],
@@ -65,34 +75,40 @@ class Tokenizer:
         eos_ids: tuple[int, ...],
         add_bos: bool,
     ):
-        """engine: does the merging. pieces: the bytes of each id. add_bos: where `encode` is not told."""
+        """ids_of: merges, without begin tokens. pieces: the bytes of each id. add_bos: where `encode` is not told."""
         self.vocab_size = len(pieces)
         self.special_ids = special_ids
         self.bos_id, self.eos_id, self.eos_ids, self.add_bos = bos_id, eos_id, eos_ids, add_bos
-        self._bytes, self._engine = pieces, engine
+        self._bytes, self._ids_of = pieces, ids_of
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
         """Build from the metadata of a GGUF file (`GgufModel.metadata`).
 
-        Raises: ModelFileError if the file has no byte-level BPE vocabulary, or its pre-tokenizer is not in the table.
+        Raises: ModelFileError if the file's vocabulary is neither byte-level BPE with a pre-tokenizer of the table, nor
+          SentencePiece's.
         """
-        name = metadata.get("tokenizer.ggml.pre")
         vocabulary = read_vocabulary(metadata)
-        if name not in PRE_TOKENIZERS:
-            raise ModelFileError(
-                f"tokenizer.ggml.pre is {name!r}: want one of {', '.join(sorted(PRE_TOKENIZERS))}; words cut another "
-                "way would make other ids, so pass token ids"
-            )
-        row, tokens, types = PRE_TOKENIZERS[name], vocabulary.tokens, vocabulary.types
+        tokens, types = vocabulary.tokens, vocabulary.types
         special_ids = frozenset(i for i, kind in enumerate(types) if kind == _CONTROL)
-        add_bos = row.add_bos if vocabulary.add_bos is None else vocabulary.add_bos
+        if vocabulary.scores is None:
+            row = _pre_tokenizer(metadata.get("tokenizer.ggml.pre"))
+            bpe, spell, default = _build(vocabulary, row), token_bytes, row.add_bos
+            plain = (_CONTROL, _USER_DEFINED)
+            ids_of = functools.partial(_encode, bpe)
+        else:
+            spell, default, plain = piece_bytes, True, (_CONTROL,)  # user-defined ones spell spaces, too
+            ids_of = SentencePiece(
+                tokens,
+                vocabulary.scores,
+                whole=[i for i, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)],
+                space_prefix=vocabulary.space_prefix,
+                unknown_id=vocabulary.unknown_id,
+            )
+        add_bos = default if vocabulary.add_bos is None else vocabulary.add_bos
         return cls(
-            _build(vocabulary, row),
-            [
-                token.encode() if kind in (_CONTROL, _USER_DEFINED) else token_bytes(token)
-                for token, kind in zip(tokens, types, strict=True)
-            ],
+            ids_of,
+            [token.encode() if kind in plain else spell(token) for token, kind in zip(tokens, types, strict=True)],
             special_ids=special_ids,
             bos_id=vocabulary.bos_id,
             eos_id=vocabulary.eos_id,
@@ -108,8 +124,8 @@ class Tokenizer:
         Raises: ValueError if `text` holds lone surrogates, which no UTF-8 text has, or no begin token can be added.
         """
         try:
-            ids = self._engine.encode(text, add_special_tokens=False).ids
-        except TypeError:
+            ids = self._ids_of(text)
+        except (TypeError, UnicodeEncodeError):
             raise ValueError(f"text is {text!r:.60}: want a str without lone surrogates") from None
         if add_bos and self.bos_id is None:
             raise ValueError("add_bos=True, but the model names no begin token: want add_bos=None or False")
@@ -143,6 +159,19 @@ class StreamDecoder:
     def flush(self) -> str:
         """What was held back: U+FFFD for a character that stayed incomplete, or nothing."""
         return self._decoder.decode(b"", final=True)
+
+
+def _pre_tokenizer(name: Any) -> PreTokenizerRow:
+    if name not in PRE_TOKENIZERS:
+        raise ModelFileError(
+            f"tokenizer.ggml.pre is {name!r}: want one of {', '.join(sorted(PRE_TOKENIZERS))}; words cut another "
+            "way would make other ids, so pass token ids"
+        )
+    return PRE_TOKENIZERS[name]
+
+
+def _encode(bpe: tokenizers.Tokenizer, text: str) -> list[int]:
+    return bpe.encode(text, add_special_tokens=False).ids
 
 
 def ends_of_turn(tokens: Sequence[str | None], special_ids: Iterable[int]) -> tuple[int, ...]:

@@ -132,8 +132,12 @@ def test_llama_bpe_adds_a_begin_token_where_the_file_is_silent(vocabulary):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre is 'tekken': want one of llama-bpe, qwen2, smollm"),
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is 'llama': only 'gpt2'"),
+        (
+            {"tokenizer.ggml.pre": "tekken"},
+            "tokenizer.ggml.pre is 'tekken': want one of gpt-4o, llama-bpe, qwen2, smollm",
+        ),
+        ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model is 'rwkv': only 'gpt2'"),
+        ({"tokenizer.ggml.model": "llama"}, "the file has no score for each of"),
         ({"tokenizer.ggml.merges": None}, "no list of texts tokenizer.ggml.merges"),
         ({"tokenizer.ggml.merges": ["ab"]}, "merge 'ab' is not two parts"),
         ({"tokenizer.ggml.merges": ["zz yy"]}, "merges do not fit the vocabulary"),
