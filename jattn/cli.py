@@ -48,7 +48,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 # Option -> (type, help). Names are the fields of Options; a default of None there is said to be chosen.
 _FIELDS: dict[str, tuple[type, str]] = {
-    "model": (str, "GGUF file, or a name of the model table"),
+    "model": (str, "GGUF file, Hugging Face folder, or a name of the model table"),
     "draft": (str, "none or ngram"),
     "num_steps": (int, "drafts a round, at most; the depth of a tree"),
     "topk": (int, "continuations of a draft tree, 1 to 8; 1 drafts a chain"),
@@ -173,7 +173,7 @@ def _platforms(args: argparse.Namespace) -> int:
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="GGUF file or name; without it, give the heads")
+    parser.add_argument("--model", help="GGUF file, Hugging Face folder or name; without it, give the heads")
     parser.add_argument("--q-heads", type=int, default=9, help="query heads (default: 9)")
     parser.add_argument("--kv-heads", type=int, default=3, help="KV heads (default: 3)")
     parser.add_argument("--head-dim", type=int, default=64, help="width of a head (default: 64)")
@@ -238,10 +238,10 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _heads_of(model: str) -> tuple[int, int, int]:
-    from jattn.loaders.gguf_file import read_metadata
     from jattn.loaders.models import locate
+    from jattn.loaders.open import open_model
 
-    hparams = read_metadata(locate(model)).hparams
+    hparams = open_model(locate(model)).hparams
     return hparams.num_q_heads, hparams.num_kv_heads, hparams.head_dim
 
 

@@ -3,7 +3,7 @@
 from flax import nnx
 
 from jattn.models.config import ModelConfig
-from jattn.models.llama import Llama
+from jattn.models.decoder import Decoder
 from jattn.resolve import resolve
 
 CONFIG = ModelConfig(
@@ -22,4 +22,4 @@ CONFIG = ModelConfig(
 
 def tiny(kv_dtype=None):
     spec = CONFIG.attn_spec(kv_dtype)
-    return Llama(CONFIG, spec, resolve(spec, "native", "cpu"), rngs=nnx.Rngs(0), weight_first=True)
+    return Decoder(CONFIG, spec, resolve(spec, "native", "cpu"), rngs=nnx.Rngs(0), weight_first=True)

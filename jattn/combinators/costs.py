@@ -4,7 +4,8 @@ import bisect
 import dataclasses
 
 # Time of a step of n rows over a step of one row, SmolLM2-135M in float32. scripts/bench_round_costs.py measures it.
-# cpu: two AVX-512 cores, jax 0.11.2, context 256; results/round_costs_cpu.json holds the milliseconds.
+# cpu: two AVX-512 cores, jax 0.11.2, once, before the numbers had a script; a later run of it on a busy machine agreed
+# within 10 % at 8 rows and more.
 # Accelerators: a small model's step is bound by launches and weight reads, so rows are nearly free (not measured yet).
 _MEASURED: dict[str, tuple[tuple[int, float], ...]] = {
     "cpu": ((1, 1.0), (2, 1.2), (4, 1.25), (8, 1.65), (16, 1.95), (32, 3.5), (64, 5.8), (128, 11.0)),

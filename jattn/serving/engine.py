@@ -10,7 +10,7 @@ from flax import nnx
 from jattn.cache import PagedKV
 from jattn.combinators.ngram import NUM_CLASSES
 from jattn.combinators.state import DecodeState, RoundReport, Status
-from jattn.models.llama import Llama
+from jattn.models.decoder import Decoder
 from jattn.serving.programs import ProgramConfig, Programs, compile_programs
 from jattn.serving.request import Request
 from jattn.serving.scheduler import NOT_RUNNING, Scheduler, Sequence
@@ -49,7 +49,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         *,
         num_layers: int,
         num_slots: int,
@@ -62,7 +62,7 @@ class Engine:
         sampled: bool = True,
         topk: int = 1,
         num_nodes: int | None = None,
-        drafter: Llama | None = None,
+        drafter: Decoder | None = None,
         prefill_rows: tuple[int, ...] = (128,),
         max_stops: int = 8,
         on_program: Callable[[int, int], None] = lambda done, total: None,
@@ -81,7 +81,7 @@ class Engine:
         )
         graphdef, self._params = nnx.split((model,) if drafter is None else (model, drafter))
 
-        def cache_of(model: Llama, layers: int) -> PagedKV:
+        def cache_of(model: Decoder, layers: int) -> PagedKV:
             return PagedKV.create(
                 model.spec, num_layers=layers, num_pages=num_pages, page_size=page_size, dtype=kv_dtype
             )
@@ -227,7 +227,7 @@ class Engine:
             self._state = dataclasses.replace(self._state, page_table=jax.device_put(table))
 
 
-def _check_vocabulary(model: Llama, drafter: Llama, topk: int) -> None:
+def _check_vocabulary(model: Decoder, drafter: Decoder, topk: int) -> None:
     ours, theirs = model.config.vocab_size, drafter.config.vocab_size
     if ours != theirs:
         raise ValueError(

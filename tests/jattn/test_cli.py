@@ -1,6 +1,7 @@
 """The command as a user meets it, on a tiny model: JSON, stop texts, batches, and one sentence for bad input."""
 
 import json
+from pathlib import Path
 
 import pytest
 from tiny_gguf import Q, llama_parts
@@ -8,6 +9,8 @@ from tiny_gguf import Q, llama_parts
 import jattn
 from jattn.cli import main
 from jattn.platforms import PLATFORMS
+
+DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.fixture(scope="module")
@@ -194,3 +197,11 @@ def test_explain_says_who_serves_and_why_others_do_not(capsys):
     assert "xla/attend lacks alibi" in err
     status, _, err = run(capsys, "explain", "--mode", "sideways")
     assert status == 2 and "sideways" in err
+
+
+def test_explain_takes_a_file_a_folder_or_heads(capsys, model, tmp_path):
+    want = run(capsys, "explain")
+    for source in (model, str(DATA / "hf" / "qwen2")):
+        assert run(capsys, "explain", "--model", source) == want
+    status, out, err = run(capsys, "explain", "--model", str(tmp_path))
+    assert (status, out) == (2, "") and str(tmp_path) in err

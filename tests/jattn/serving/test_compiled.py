@@ -23,7 +23,6 @@ from jattn.serving.programs import ProgramConfig, _lowerings
         ("round", dict(num_steps=0)),
         ("round", dict(num_steps=15)),
         ("round", dict(num_steps=4, topk=3, num_nodes=8)),
-        ("prefill of 64", dict(num_steps=0)),
         ("prefill of 64", dict(num_steps=15)),
     ],
 )

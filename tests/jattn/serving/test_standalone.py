@@ -7,14 +7,14 @@ from engines import BRANCHING, BRANCHING_OPTIONS, plain_ids, serve, tiny_engine
 from flax import nnx
 from tiny_model import CONFIG
 
-from jattn.models.llama import Llama
+from jattn.models.decoder import Decoder
 from jattn.resolve import resolve
 
 
 def drafter(seed: int = 0, **changes):
     config = dataclasses.replace(CONFIG, **changes)
     spec = config.attn_spec(None)
-    return Llama(config, spec, resolve(spec, "native", "cpu"), rngs=nnx.Rngs(seed), weight_first=True)
+    return Decoder(config, spec, resolve(spec, "native", "cpu"), rngs=nnx.Rngs(seed), weight_first=True)
 
 
 @pytest.fixture(scope="module")
