@@ -16,7 +16,7 @@ from jattn.serving.compilations import counting
 from jattn.serving.programs import ProgramConfig, _lowerings
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize("kv_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long), "int8", "fp8_e4m3"])
 @pytest.mark.parametrize(
     ("program", "draft"),
     [

@@ -11,7 +11,7 @@ TREE = dict(num_steps=5, topk=4, num_nodes=16)
     ("page_size", "draft"),
     [
         *((page_size, draft) for draft in (dict(num_steps=0), CHAIN) for page_size in (1, 16, 64)),
-        (16, TREE),
+        pytest.param(16, TREE, marks=pytest.mark.long),
         # every depth and breadth, and page sizes at both ends
         *(
             pytest.param(page_size, dict(num_steps=steps, topk=topk, num_nodes=nodes), marks=pytest.mark.long)

@@ -24,7 +24,12 @@ def plain():
 
 @pytest.mark.parametrize(
     ("draft", "topk", "num_steps", "num_nodes", "page_size"),
-    [("itself", 1, 3, 4, 16), ("itself", 2, 3, 7, 1), ("first layer", 4, 4, 16, 4), ("another", 3, 1, 4, 64)],
+    [
+        ("itself", 1, 3, 4, 16),
+        ("first layer", 4, 4, 16, 4),
+        pytest.param("itself", 2, 3, 7, 1, marks=pytest.mark.long),
+        pytest.param("another", 3, 1, 4, 64, marks=pytest.mark.long),
+    ],
 )
 def test_any_draft_model_gives_the_tokens_of_plain_decoding(plain, draft, topk, num_steps, num_nodes, page_size):
     # 160 tokens of pages: the three requests cannot all stay, so some are taken back
