@@ -75,6 +75,15 @@ def rows_of(cu_q_lens: jax.Array, num_tokens: int) -> tuple[jax.Array, jax.Array
     return seq, rows - cu_q_lens[seq], valid
 
 
+def offsets_of(q_lens: jax.Array) -> jax.Array:
+    """Row offsets i32[seqs + 1] of packed requests with `q_lens` i32[seqs] rows each.
+
+    >>> offsets_of(jnp.array([2, 0, 1])).tolist()
+    [0, 2, 2, 3]
+    """
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)])
+
+
 def slots_of(page_table: jax.Array, seq: jax.Array, idx: jax.Array, page_size: int) -> jax.Array:
     """Slot of sequence index `idx` of request `seq`: page id * page_size + offset, i32 like `idx`."""
     return page_table[seq, idx // page_size] * page_size + idx % page_size
@@ -117,7 +126,7 @@ def make_plan(
     if num_tokens and not np.size(page_table):
         raise ValueError(f"page_table{list(np.shape(page_table))} has no page for num_tokens={num_tokens}: want some")
     seq_lens, q_lens, page_table = (jnp.asarray(x, jnp.int32) for x in (seq_lens, q_lens, page_table))
-    cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)])
+    cu_q_lens = offsets_of(q_lens)
     seq, idx, valid = rows_of(cu_q_lens, num_tokens)
     idx = jnp.where(valid, seq_lens[seq] - q_lens[seq] + idx, 0)
     tree = None if tree is None else _as_tree(tree, seq_lens - q_lens, seq, cu_q_lens, max_q_len)

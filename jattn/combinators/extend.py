@@ -43,10 +43,9 @@ def extend(
     hidden, cache = model(ids, state.cache, plan)
     draft = state.draft
     if drafter is not None:
-        if draft.cache is None or draft.cached is None:
-            raise ValueError("state.draft has no cache: create the state with draft_cache= for a draft model")
-        cached = jnp.where(q_lens > 0, lens, draft.cached)
-        draft = dataclasses.replace(draft, cache=drafter(ids, draft.cache, plan)[1], cached=cached)
+        draft_cache, cached = draft.of_model
+        _, draft_cache = drafter(ids, draft_cache, plan)
+        draft = dataclasses.replace(draft, cache=draft_cache, cached=jnp.where(q_lens > 0, lens, cached))
     last = jnp.clip(plan.cu_q_lens[1:] - 1, 0, rows - 1)
     first = next_tokens(model.logits(hidden[last]), state.sampling, lens, sampled=sampled)[:, None]
     ends = (q_lens > 0) & (lens == state.prompt_lens)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,17 +54,14 @@ def tree_round(
     Args: num_nodes: most nodes of a request, its newest token included. shapes: from `variants`, for num_nodes - 1
       drafts. The rest as in `decode_round`.
     """
-    active = state.decoding
-    num_known = state.seq_lens + 1
-    found = find_many(state.tokens, num_known, topk=topk, num_steps=num_steps)
+    found = find_many(state.tokens, state.seq_lens + 1, topk=topk, num_steps=num_steps)
     chance = jax.vmap(budget.accept_chance, in_axes=(None, 1), out_axes=1)(state.draft, found.match_len)
     grown = ngram_tree(found, state.newest, chance, num_nodes=num_nodes)
-    most = jnp.minimum(state.limits - num_known - 1, grown.tree.num_nodes - 1)  # rows have pages up to the limit
-    take, index = budget.choose_by_reach(grown.reach, jnp.maximum(most, 0), active, shapes=shapes)
-    state, path, tokens, accepted = _verify_tree(model, state, grown.tree, take, index, num_steps, shapes, sampled)
-    tried, right = _on_first_branch(grown.first_branch, take, path, accepted)
+    bits = link(grown.tree).bits
+    state, done = _verify_tree(model, state, grown.tree, bits, grown.reach, num_steps, shapes, sampled)
+    tried, right = _on_first_branch(grown.first_branch, done)
     draft = budget.record(state.draft, found.match_len[:, 0], tried, right)
-    return _settle(dataclasses.replace(state, draft=draft), tokens, accepted, take, index, shapes)
+    return _settle(dataclasses.replace(state, draft=draft), done.tokens, done.accepted, done.take, done.shape, shapes)
 
 
 def standalone_round(
@@ -83,19 +81,17 @@ def standalone_round(
     Args: drafter: with the target's vocabulary; its cache is `state.draft.cache`. num_nodes: nodes that are verified,
       the newest token included. lineage: as in `standalone.propose`. The rest as in `tree_round`.
     """
-    active = state.decoding
     draft, candidates = propose(drafter, state, topk=topk, num_steps=num_steps, lineage=lineage)
     state = dataclasses.replace(state, draft=draft)
     tree, scores = prune_ranked(candidates, state.newest, num_nodes=num_nodes)
-    depth = link(tree).depth[:, 1:]
-    kind = jnp.full(active.shape, state.draft.accepted.shape[1] - 1, jnp.int32)  # one record for all its drafts
+    links = link(tree)
+    depth = links.depth[:, 1:]
+    kind = jnp.full(state.seq_lens.shape, state.draft.accepted.shape[1] - 1, jnp.int32)  # one record for all its drafts
     reach = _reach(scores, depth, budget.accept_chance(state.draft, kind))
-    most = jnp.clip(state.limits - state.seq_lens - 2, 0, num_nodes - 1)
-    take, index = budget.choose_by_reach(reach, most, active, shapes=shapes)
-    state, _, tokens, accepted = _verify_tree(model, state, tree, take, index, num_steps, shapes, sampled)
-    tried = jnp.max(jnp.where(jnp.arange(num_nodes - 1)[None] < take[:, None], depth, 0), axis=1)
-    draft = budget.record(state.draft, kind, tried, accepted)
-    return _settle(dataclasses.replace(state, draft=draft), tokens, accepted, take, index, shapes)
+    state, done = _verify_tree(model, state, tree, links.bits, reach, num_steps, shapes, sampled)
+    tried = jnp.max(jnp.where(jnp.arange(num_nodes - 1)[None] < done.take[:, None], depth, 0), axis=1)
+    draft = budget.record(state.draft, kind, tried, done.accepted)
+    return _settle(dataclasses.replace(state, draft=draft), done.tokens, done.accepted, done.take, done.shape, shapes)
 
 
 def _reach(scores, depth, chance):
@@ -107,16 +103,29 @@ def _reach(scores, depth, chance):
     return jax.lax.cummin(chance[:, None] ** depth.astype(jnp.float32) * share, axis=1)
 
 
-def _verify_tree(model, state, tree: DraftTree, take, index, num_steps: int, shapes, sampled: bool):
-    # the state with accepted rows in front, and what `walk` returns, for the first `take` drafts of each tree
+class _Verified(NamedTuple):
+    """A tree after the target has seen a part of it."""
+
+    take: jax.Array  # i32[seqs], drafts verified
+    shape: jax.Array  # i32[], index of the shape that ran
+    path: jax.Array  # this and the rest as `walk` returns them
+    tokens: jax.Array
+    accepted: jax.Array
+
+
+def _verify_tree(model, state: DecodeState, tree: DraftTree, bits, reach, num_steps: int, shapes, sampled: bool):
+    # Verifies as many leading nodes as are worth it; the state comes back with accepted rows in front. A leading part
+    # has the bits of the whole tree: parents come first.
+    most = jnp.minimum(state.limits - state.seq_lens - 2, tree.num_nodes - 1)  # rows have pages up to the limit
+    take, index = budget.choose_by_reach(reach, jnp.maximum(most, 0), state.decoding, shapes=shapes)
     tree = dataclasses.replace(tree, num_nodes=1 + take)
-    bits = link(tree).bits
     branches = [
         functools.partial(verify_tree, model, rows=v.rows, max_q_len=v.max_q_len, sampled=sampled) for v in shapes
     ]
     cache, targets = jax.lax.switch(index, [*branches, _idle_tree], state, tree, bits)
     path, tokens, accepted = walk(tree, targets, max_depth=num_steps)
-    return dataclasses.replace(state, cache=to_the_front(cache, state, path, accepted)), path, tokens, accepted
+    state = dataclasses.replace(state, cache=to_the_front(cache, state, path, accepted))
+    return state, _Verified(take, index, path, tokens, accepted)
 
 
 def to_the_front(cache: PagedKV, state: DecodeState, path: jax.Array, accepted: jax.Array) -> PagedKV:
@@ -131,12 +140,12 @@ def to_the_front(cache: PagedKV, state: DecodeState, path: jax.Array, accepted: 
     return cache.move(*(x.reshape(-1) for x in slots))
 
 
-def _on_first_branch(first_branch, take, path, accepted):
+def _on_first_branch(first_branch, done: _Verified):
     # drafts of the best continuation that were tried, and that were kept: what its match length is judged by
     nodes = jnp.arange(first_branch.shape[1], dtype=jnp.int32)[None, :]
-    tried = jnp.sum(first_branch & (nodes <= take[:, None]), axis=1, dtype=jnp.int32)
-    kept = jnp.arange(path.shape[1], dtype=jnp.int32)[None, :] <= accepted[:, None]
-    right = jnp.sum(jnp.take_along_axis(first_branch, path, axis=1) & kept, axis=1, dtype=jnp.int32)
+    tried = jnp.sum(first_branch & (nodes <= done.take[:, None]), axis=1, dtype=jnp.int32)
+    kept = jnp.arange(done.path.shape[1], dtype=jnp.int32)[None, :] <= done.accepted[:, None]
+    right = jnp.sum(jnp.take_along_axis(first_branch, done.path, axis=1) & kept, axis=1, dtype=jnp.int32)
     return tried, right
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jattn.cache import PagedKV
 from jattn.combinators.state import Decoder, DecodeState, DraftState
 from jattn.combinators.tree import Candidates, grow
-from jattn.combinators.verify import by_request
+from jattn.combinators.verify import by_request, owners_of
 from jattn.modes import ForwardMode
 from jattn.plan import Tree, make_plan, rows_of
 
@@ -36,10 +36,8 @@ def propose(
         original does after a beam changes branches: drafts are worse, and verification accepts fewer.
     Returns: the draft state, with its cache written up to the newest token; every candidate.
     """
-    if state.draft.cache is None or state.draft.cached is None:
-        raise ValueError("state.draft has no cache: create the state with draft_cache= for a draft model")
-    behind = state.seq_lens + 1 - state.draft.cached
-    cache, logits = _catch_up(drafter, state, state.draft.cache, behind, max_rows=num_steps + 1)
+    cache, cached = state.draft.of_model
+    cache, logits = _catch_up(drafter, state, cache, state.seq_lens + 1 - cached, max_rows=num_steps + 1)
     probs, ids = _best(logits, topk)
     seqs, nodes = ids.shape[0], max(rows_ahead(topk=topk, num_steps=num_steps), 1)
     words = -(-nodes // 32)
@@ -59,7 +57,7 @@ def propose(
 
     start = (cache, jnp.zeros((seqs, topk, words), jnp.uint32))
     (cache, _), candidates = grow(step, start, probs, ids, num_steps=num_steps)
-    cached = jnp.where(state.decoding, state.seq_lens + 1, state.draft.cached)
+    cached = jnp.where(state.decoding, state.seq_lens + 1, cached)
     return dataclasses.replace(state.draft, cache=cache, cached=cached), candidates
 
 
@@ -87,15 +85,13 @@ def _catch_up(
 
 
 def _level_plan(state: DecodeState, bits, level, topk: int, nodes: int, page_size: int):
-    # -> the plan, and the request and branch of each row:
-    # topk rows a request, nodes level * topk and on; node j lies at sequence index start + j
+    # The plan, and the request and branch of each row. A request has topk rows, nodes level * topk and on; node j lies
+    # at sequence index start + j.
     active, seqs = state.decoding, state.seq_lens.shape[0]
     start = state.seq_lens + 1
     q_lens = jnp.where(active, topk, 0)
     lens = jnp.where(active, start + (level + 1) * topk, 0)
-    cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)])
-    seq, idx, valid = rows_of(cu_q_lens, seqs * topk)
-    idx = jnp.where(valid, idx, 0)
+    seq, idx = owners_of(q_lens, seqs * topk)
     depth = jnp.arange(nodes, dtype=jnp.int32) // topk
     plan = make_plan(
         ForwardMode.TARGET_VERIFY,

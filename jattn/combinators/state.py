@@ -48,6 +48,13 @@ class DraftState:
     topk_ids: jax.Array | None = None  # i32[seqs, topk]
     tree: Tree | None = None  # ancestor bits of a round's nodes
 
+    @property
+    def of_model(self) -> tuple[PagedKV, jax.Array]:
+        """`cache` and `cached` of a draft model; ValueError without them."""
+        if self.cache is None or self.cached is None:
+            raise ValueError("state.draft has no cache: create the state with draft_cache= for a draft model")
+        return self.cache, self.cached
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from jattn.cache import PagedKV
 from jattn.combinators.state import Decoder, DecodeState
 from jattn.combinators.tree import DraftTree
 from jattn.modes import ForwardMode
-from jattn.plan import Plan, make_plan, rows_of
+from jattn.plan import Plan, make_plan, offsets_of, rows_of
 from jattn.sampling import next_tokens
 
 
@@ -59,9 +59,7 @@ def verify_tree(
     """
     q_lens = jnp.where(state.decoding, tree.num_nodes, 0)
     lens = jnp.where(state.decoding, state.seq_lens + q_lens, 0)
-    cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)])
-    seq, idx, valid = rows_of(cu_q_lens, rows)
-    idx = jnp.where(valid, idx, 0)
+    seq, idx = owners_of(q_lens, rows)
     plan = make_plan(
         ForwardMode.DECODE if max_q_len == 1 else ForwardMode.TARGET_VERIFY,
         lens,
@@ -75,6 +73,12 @@ def verify_tree(
     hidden, cache = model(tree.tokens[seq, idx], state.cache, plan)
     tokens = next_tokens(model.logits(hidden), state.sampling.at(seq), plan.positions + 1, sampled=sampled)
     return cache, by_request(tokens, plan, tree.tokens.shape[1])
+
+
+def owners_of(q_lens: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Request, and index within it, of each packed row, i32[rows] both; padding rows get a request's first row."""
+    seq, idx, valid = rows_of(offsets_of(q_lens), rows)
+    return seq, jnp.where(valid, idx, 0)
 
 
 def by_request(x: jax.Array, plan: Plan, width: int) -> jax.Array:

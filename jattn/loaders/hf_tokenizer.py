@@ -11,10 +11,8 @@ import tokenizers
 
 from jattn.loaders.byte_level import token_bytes
 from jattn.loaders.errors import ModelFileError
-from jattn.loaders.sentence_piece import piece_bytes
+from jattn.loaders.sentence_piece import SPACE, piece_bytes
 from jattn.loaders.tokenizer import Tokenizer, ends_of_turn
-
-_SPACE = "\u2581"  # what SentencePiece writes for a space
 
 
 def read_tokenizer(
@@ -69,11 +67,11 @@ def _is_byte_level(path: Path, spec: Mapping[str, Any]) -> bool:
     kinds = {node.get("type") for node in _nodes(spec.get("decoder"))}
     if "ByteLevel" in kinds:
         return True
-    replaced = any(node.get("pattern") == {"String": _SPACE} for node in _nodes(spec.get("decoder")))
+    replaced = any(node.get("pattern") == {"String": SPACE} for node in _nodes(spec.get("decoder")))
     if replaced or "Metaspace" in kinds:
         return False
     shown = ", ".join(sorted(str(kind) for kind in kinds)) or "none"
-    raise ModelFileError(f"{path} has decoder {shown}: want ByteLevel, or one that puts spaces for {_SPACE!r}")
+    raise ModelFileError(f"{path} has decoder {shown}: want ByteLevel, or one that puts spaces for {SPACE!r}")
 
 
 def _nodes(decoder: Any) -> Iterator[Mapping[str, Any]]:

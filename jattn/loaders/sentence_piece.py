@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_SPACE = "\u2581"  # written for a space
+SPACE = "\u2581"  # written for a space
 
 
 def piece_bytes(text: str) -> bytes:
@@ -19,7 +19,7 @@ def piece_bytes(text: str) -> bytes:
     (b' Paris', b'\\xc3')
     """
     byte = _BYTE.fullmatch(text)
-    return bytes((int(byte[1], 16),)) if byte else text.replace(_SPACE, " ").encode()
+    return bytes((int(byte[1], 16),)) if byte else text.replace(SPACE, " ").encode()
 
 
 class SentencePiece:
@@ -58,7 +58,7 @@ class SentencePiece:
         return ids
 
     def _merge(self, text: str) -> Iterator[int]:
-        pieces: list[str] = list(text.replace(" ", _SPACE))
+        pieces: list[str] = list(text.replace(" ", SPACE))
         before = list(range(-1, len(pieces) - 1))
         after = [*range(1, len(pieces)), -1]
         queue: list[tuple[float, int, int, str]] = []

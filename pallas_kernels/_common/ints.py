@@ -24,6 +24,11 @@ def cdiv(x: jax.Array, n: int) -> jax.Array:
     return div(x + (n - 1), n)
 
 
+def put(x: jax.Array, part: jax.Array, at: jax.Array) -> jax.Array:
+    """x with x[at : at + len(part)] = part; `at` must be in range."""
+    return lax.dynamic_update_slice_in_dim(x, part, at, 0, allow_negative_indices=False)
+
+
 def pick(x: jax.Array, *at: jax.Array) -> jax.Array:
     """x[at]; every index must be in range."""
     return x.at[at].get(mode="promise_in_bounds", wrap_negative_indices=False)

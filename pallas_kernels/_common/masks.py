@@ -63,6 +63,13 @@ def make_tree(rules: Rules, num_tokens: int, bits, starts, kv_positions, q_posit
     return Tree(bits, starts, kv_positions, q_positions)
 
 
+def positions(tree: Tree, tiles: Tiles, block_q: int) -> jax.Array:
+    """i32[tiles, block_q]: the position of each row of each tile; rows past a tile's last stand for that one."""
+    used = jnp.maximum(tiles.rows - 1, 0)[:, None]
+    rows = tiles.row[:, None] + jnp.minimum(jnp.arange(block_q, dtype=jnp.int32)[None], used)
+    return ints.clipped(tree.q_positions, rows)
+
+
 def narrow(tiles: Tiles, rules: Rules, tree: Tree | None, block_q: int) -> Tiles:
     """Leave out the keys that no row of a tile can see."""
     low, high = tiles.low, tiles.high
@@ -72,9 +79,7 @@ def narrow(tiles: Tiles, rules: Rules, tree: Tree | None, block_q: int) -> Tiles
         if tree is None:
             low = jnp.maximum(tiles.first - (rules.sliding_window - 1), 0)
         else:
-            used = jnp.maximum(tiles.rows - 1, 0)[:, None]
-            rows = tiles.row[:, None] + jnp.minimum(jnp.arange(block_q, dtype=jnp.int32)[None], used)
-            oldest = jnp.min(ints.clipped(tree.q_positions, rows), axis=1)
+            oldest = jnp.min(positions(tree, tiles, block_q), axis=1)
             low = jnp.clip(oldest - (rules.sliding_window - 1), 0, ints.pick(tree.starts, tiles.seq))
     high = jnp.where(tiles.rows > 0, jnp.maximum(high, 0), 0)
     return tiles._replace(low=jnp.minimum(low, high), high=high)

@@ -23,6 +23,13 @@ class Stored(NamedTuple):
     locate: Callable[[jax.Array, jax.Array], jax.Array]  # (seq i32[lanes], keys i32[lanes, n]) -> rows i32[lanes, n]
 
 
+def check_slots(k_pages: jax.Array) -> None:
+    """Raise ValueError if row ids of these pages [pages, page_size, ...] would not fit int32."""
+    slots = k_pages.shape[0] * k_pages.shape[1]
+    if slots > MAX_ROWS:
+        raise ValueError(f"k_pages holds {slots} slots: want at most {MAX_ROWS}, the int32 limit; use fewer pages")
+
+
 def paged(k_pages, v_pages, k_scale, v_scale, page_table, page_offset, kv_dtype) -> Stored:
     """Rows of a paged cache. Only table entries of the asked keys are used."""
     pages, page_size = k_pages.shape[:2]

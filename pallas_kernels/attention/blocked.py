@@ -103,15 +103,11 @@ def _run_all(problem: Problem, config: Config, runs: Runs, out_type):
             lambda x: lax.dynamic_slice_in_dim(x, at, lanes, allow_negative_indices=False), padded
         )
         out, lse = _finish(problem, config, _run(problem, config, tile, begin, end))
-        return _put(outs, out.astype(out_type), at), _put(lses, lse, at)
+        return ints.put(outs, out.astype(out_type), at), ints.put(lses, lse, at)
 
     shape = (num + extra, config.block_q, q_heads)
     start = (jnp.zeros((*shape, v_dim), out_type), jnp.full(shape, -jnp.inf, jnp.float32))
     return lax.fori_loop(0, ints.cdiv(busy, lanes), group, shards.varying_like(start, problem.arrays))
-
-
-def _put(x, part, at):
-    return lax.dynamic_update_slice_in_dim(x, part, at, 0, allow_negative_indices=False)
 
 
 def _run(problem: Problem, config: Config, tile: Tiles, begin, end) -> Carry:
@@ -142,7 +138,7 @@ def _run(problem: Problem, config: Config, tile: Tiles, begin, end) -> Carry:
         )
         left = ints.pick(end - begin, lane)
         done = lax.fori_loop(shared, left, lambda i, c: advance(i, mine[0], c), mine[1])
-        return jax.tree.map(lambda x, y: _put(x, y, lane), carry, done)
+        return jax.tree.map(lambda x, y: ints.put(x, y, lane), carry, done)
 
     return lax.fori_loop(0, jnp.sum(end - begin > shared, dtype=jnp.int32), alone, carry)  # longest first
 

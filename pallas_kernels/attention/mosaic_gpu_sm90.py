@@ -191,9 +191,7 @@ def _check(q, k_pages, v_pages, k_scale, v_scale) -> None:
             f"q{list(q.shape)}, k_pages{list(k_pages.shape)}, v_pages{list(v_pages.shape)}: want equal pages and "
             "heads, equal widths of q and keys, and a multiple of the KV heads"
         )
-    if k_pages.shape[0] * size > rows.MAX_ROWS:
-        slots = k_pages.shape[0] * size
-        raise ValueError(f"k_pages holds {slots} slots: want at most {rows.MAX_ROWS}, the int32 limit; use fewer pages")
+    rows.check_slots(k_pages)
     if heads // kv_heads > 64:
         raise ValueError(f"{heads // kv_heads} query heads a KV head: the Hopper kernel takes up to 64 a tile")
     if size not in PAGE_SIZES or k_dim not in HEAD_DIMS or v_dim not in HEAD_DIMS:

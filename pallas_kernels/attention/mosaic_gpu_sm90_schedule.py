@@ -119,9 +119,7 @@ def _open(cut, rules: Rules, tree: Tree | None, seq_lens, block_q: int):
         return jnp.zeros_like(high), high
     newest = cut.first + cut.rows - 1
     if tree is not None:
-        used = jnp.maximum(cut.rows - 1, 0)[:, None]
-        rows = cut.row[:, None] + jnp.minimum(jnp.arange(block_q, dtype=jnp.int32)[None], used)
-        newest = jnp.max(tree.q_positions.at[rows].get(mode="clip"), axis=1)
+        newest = jnp.max(masks.positions(tree, cut, block_q), axis=1)
     return newest - (rules.sliding_window - 1), high
 
 

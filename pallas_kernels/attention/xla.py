@@ -142,9 +142,7 @@ def _attend(q, stored: Stored, seq_lens, cu_q_lens, sinks, tree, rules: Rules, m
 def _check_paged(k_pages, v_pages, page_table, seq_lens) -> None:
     if k_pages.shape[:3] != v_pages.shape[:3]:
         raise ValueError(f"k_pages.shape={k_pages.shape} but v_pages.shape={v_pages.shape}: want equal pages and heads")
-    slots = k_pages.shape[0] * k_pages.shape[1]
-    if slots > rows.MAX_ROWS:
-        raise ValueError(f"k_pages holds {slots} slots: want at most {rows.MAX_ROWS}, the int32 limit; use fewer pages")
+    rows.check_slots(k_pages)
     if page_table.shape[0] != seq_lens.shape[0]:
         raise ValueError(
             f"page_table.shape[0]={page_table.shape[0]} but seq_lens.shape[0]={seq_lens.shape[0]}: one row a request"

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-_MAX_ROWS = 2**31 - 1
+from pallas_kernels._common.rows import check_slots
 
 
 def write_kv(
@@ -43,8 +43,7 @@ def write_kv(
             f"rows of {sizes[0]} and {sizes[1]} bytes of {k_pages.dtype}: the Hopper kernel writes unscaled rows of "
             "multiples of 16 bytes; resolve with prefer=('xla',)"
         )
-    if k_pages.shape[0] * k_pages.shape[1] > _MAX_ROWS:
-        raise ValueError(f"k_pages holds {k_pages.shape[0] * k_pages.shape[1]} slots: want at most {_MAX_ROWS} (int32)")
+    check_slots(k_pages)
     if tokens == 0:
         return k_pages, v_pages
     capacity = (k_pages.shape[0] if num_pages is None else num_pages) * k_pages.shape[1]

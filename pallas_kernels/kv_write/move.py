@@ -36,7 +36,7 @@ def move_rows(
             at = ints.pick(order, ints.div(i, num_layers))
             base = capacity * ints.rem(i, num_layers)
             source, target = base + ints.pick(sources, at), base + ints.pick(targets, at)
-            return tuple(_put(x, jax.lax.dynamic_slice_in_dim(x, source, 1), target) for x in flat)
+            return tuple(ints.put(x, jax.lax.dynamic_slice_in_dim(x, source, 1), target) for x in flat)
 
         return jax.lax.fori_loop(0, num_layers * jnp.sum(held, dtype=jnp.int32), move, flat)
 
@@ -48,7 +48,3 @@ def move_rows(
 
     flat = jax.lax.platform_dependent(flat, from_slots, to_slots, held, cpu=one_by_one, default=together)
     return tuple(new.reshape(pool.shape) for new, pool in zip(flat, pools, strict=True))
-
-
-def _put(x, row, at):
-    return jax.lax.dynamic_update_slice_in_dim(x, row, at, 0, allow_negative_indices=False)

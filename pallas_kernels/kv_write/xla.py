@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._common import float8, ints, shards
-
-_MAX_ROWS = 2**31 - 1
+from pallas_kernels._common.rows import check_slots
 
 
 def write_kv(
@@ -41,9 +40,7 @@ def write_kv(
     Raises: ValueError if shapes disagree or one scale of a pair is missing.
     """
     capacity = (k_pages.shape[0] if num_pages is None else num_pages) * k_pages.shape[1]
-    total = k_pages.shape[0] * k_pages.shape[1]
-    if total > _MAX_ROWS:
-        raise ValueError(f"k_pages holds {total} slots: want at most {_MAX_ROWS} (int32)")
+    check_slots(k_pages)
     held = (slots >= 0) & (slots < capacity)
     rows = jnp.asarray(page_offset, jnp.int32) * k_pages.shape[1] + slots
     kind = float8.kind_of(k_pages, kv_dtype)
@@ -87,10 +84,7 @@ def _put_in_turn(pools, values, rows, held):
     def put(i, pools):
         row = ints.pick(order, i)
         at = ints.pick(rows, row)
-        return tuple(
-            jax.lax.dynamic_update_slice_in_dim(pool, ints.pick(value, row)[None], at, 0, allow_negative_indices=False)
-            for pool, value in zip(pools, values, strict=True)
-        )
+        return tuple(ints.put(pool, ints.pick(value, row)[None], at) for pool, value in zip(pools, values, strict=True))
 
     flat = tuple(pool.reshape(-1, *pool.shape[2:]) for pool in pools)
     flat = shards.varying_like(flat, (values, rows))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from texts import match_len
 
 from jattn.combinators import ngram
 from jattn.combinators.ngram import MAX_MATCH
@@ -13,14 +14,6 @@ from jattn.combinators.ngram import MAX_MATCH
 CONTEXT, STEPS = 16, 10
 ngram_draft = jax.jit(functools.partial(ngram.ngram_draft, num_steps=STEPS))
 find = jax.jit(ngram.find)
-
-
-def match_len(text, end):
-    """Tokens, at most MAX_MATCH, in which text[:end] and the whole text end alike."""
-    n = 0
-    while n < min(MAX_MATCH, end) and text[end - 1 - n] == text[len(text) - 1 - n]:
-        n += 1
-    return n
 
 
 def best_match(text):

@@ -6,17 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from texts import match_len
 
-from jattn.combinators.ngram import MAX_MATCH, check_trie, find_many, ngram_tree
+from jattn.combinators.ngram import check_trie, find_many, ngram_tree
 
 ROWS, CONTEXT, STEPS, TOPK = 1500, 16, 4, 3
-
-
-def match_len(text, end):
-    n = 0
-    while n < min(MAX_MATCH, end) and text[end - 1 - n] == text[len(text) - 1 - n]:
-        n += 1
-    return n
 
 
 def best_places(text):
