@@ -49,14 +49,22 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 # Option -> (type, help). Names are the fields of Options; a default of None there is said to be chosen.
 _FIELDS: dict[str, tuple[type, str]] = {
     "model": (str, "GGUF file, Hugging Face folder, or a name of the model table"),
-    "draft": (str, "none or ngram"),
-    "num_steps": (int, "drafts a round, at most; the depth of a tree"),
+    "draft": (str, "none, ngram (from the text so far) or standalone (from a draft model)"),
+    "num_steps": (int, "drafts a round, at most; the depth of a tree (default: 15, with a draft model 3)"),
     "topk": (int, "continuations of a draft tree, 1 to 8; 1 drafts a chain"),
     "num_draft_tokens": (int, "nodes of a draft tree, the newest token included"),
+    "draft_model": (str, "draft model, as --model, of the same vocabulary (default: the model itself)"),
+    "draft_layers": (int, "first layers of the draft model that draft (default: all)"),
     "temperature": (float, "0 is greedy"),
     "top_p": (float, "smallest leading set of tokens reaching this probability"),
     "top_k": (int, "most likely tokens kept; 0 is off"),
     "min_p": (float, "least probability kept, relative to the largest"),
+    "repetition_penalty": (float, "of tokens in prompt and answer; 1 is off"),
+    "presence_penalty": (float, "of tokens in the answer; 0 is off"),
+    "frequency_penalty": (float, "of each time that a token is in the answer; 0 is off"),
+    "accept_threshold_single": (float, "probability from which a draft is taken; 1 keeps the distribution"),
+    "accept_threshold_acc": (float, "share of the drafts' probability that takes one; 1 keeps the distribution"),
+    "logprobs": (int, "with --json: log-probability of each token, and of the N likeliest"),
     "seed": (int, "prompt i uses seed + i"),
     "max_new_tokens": (int, "tokens a prompt, at most"),
     "policy": (str, f"one of {', '.join(POLICIES)}"),
@@ -78,6 +86,12 @@ def _add_option_fields(parser: argparse.ArgumentParser) -> None:
         shown = "" if defaults[name] is None else f" (default: {defaults[name]})"
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=defaults[name], help=text + shown)
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT")
+    parser.add_argument(
+        "--logit-bias", action="append", default=[], metavar="ID=VALUE", help="add VALUE to the logit of token ID"
+    )
+    parser.add_argument(
+        "--rejection-sampling", action="store_true", help="draw a draft model's chains, accept by rejection sampling"
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at the model's end token")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt in the model's chat template")
 
@@ -89,7 +103,7 @@ def _generate(args: argparse.Namespace) -> int:
 
     prompts = _prompts(args)
     chosen = {field.name: getattr(args, field.name) for field in dataclasses.fields(Options)}
-    options = Options(**{**chosen, "stop": tuple(args.stop)})
+    options = Options(**{**chosen, "stop": tuple(args.stop), "logit_bias": dict(map(_bias, args.logit_bias))})
     with Console(quiet=args.json) as console:
         loaded = load(options, console.progress)
         session = Session(loaded, prompts, options, console.progress)
@@ -110,6 +124,14 @@ def _generate(args: argparse.Namespace) -> int:
     if not args.json:
         print(("\n" if len(prompts) == 1 else "") + _summary(done, session, elapsed))
     return 0
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise ValueError(f"--logit-bias {text!r}: want a token id and a number, as 198=-5") from None
 
 
 def _summary(done, session, elapsed: float) -> str:

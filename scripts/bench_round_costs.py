@@ -25,6 +25,7 @@ from flax import nnx
 from jattn.cache import PagedKV
 from jattn.combinators.state import DecodeState, Status
 from jattn.combinators.verify import verify
+from jattn.sampling import SamplerConfig
 from jattn.serving.loaded import Options, load
 
 RESULT = Path(__file__).parent / "results" / "round_costs_cpu.json"
@@ -92,7 +93,9 @@ def _state(loaded, rows: int) -> tuple[DecodeState, int]:
 def _step(graphdef, params, state: DecodeState, take, *, rows: int, max_q_len: int):
     drafts = jnp.zeros((take.shape[0], STEPS), jnp.int32)
     model = nnx.merge(graphdef, params)
-    cache, tokens = verify(model, state, drafts, take, rows=rows, max_q_len=max_q_len, sampled=False)
+    cache, tokens = verify(
+        model, state, drafts, take, rows=rows, max_q_len=max_q_len, sampler=SamplerConfig(random=False)
+    )
     return dataclasses.replace(state, cache=cache), tokens
 
 

@@ -2,6 +2,7 @@
 
 from tiny_model import CONFIG, tiny
 
+from jattn.sampling import SamplerConfig
 from jattn.serving.engine import Engine
 from jattn.serving.loaded import LoadedModel
 from jattn.serving.request import Request
@@ -31,7 +32,7 @@ def engine_of(loaded: LoadedModel, *, page_size: int = 16, num_steps: int = 15, 
         max_context=512,
         num_steps=num_steps,
         kind="cpu",
-        **{"sampled": False, **kwargs},
+        **{"sampler": SamplerConfig(random=False), **kwargs},
     )
 
 

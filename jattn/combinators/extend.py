@@ -9,7 +9,7 @@ from jattn.combinators.accept import append, finish
 from jattn.combinators.state import Decoder, DecodeState, RoundReport, Status
 from jattn.modes import ForwardMode
 from jattn.plan import make_plan, rows_of
-from jattn.sampling import next_tokens
+from jattn.sampling import TEMPERATURES, SamplerConfig, SamplingParams, next_tokens
 
 
 def extend(
@@ -19,13 +19,13 @@ def extend(
     *,
     rows: int,
     report_width: int,
-    sampled: bool = True,
+    sampler: SamplerConfig = TEMPERATURES,
     drafter: Decoder | None = None,
 ) -> tuple[DecodeState, RoundReport]:
     """Compute the next `q_lens` prompt tokens of each slot, packed; a slot whose prompt ends gets its first token.
 
     Args: q_lens: i32[seqs], 0 for a slot that is not prefilling; their sum is at most `rows`.
-      sampled: False when every request is greedy. drafter: a draft model, whose cache takes the same tokens.
+      sampler: what the program's requests may ask for. drafter: a draft model, whose cache takes the same tokens.
     Returns: the state, and a report with at most one token a slot.
     """
     lens = jnp.where(q_lens > 0, state.seq_lens + q_lens, 0)
@@ -47,12 +47,16 @@ def extend(
         _, draft_cache = drafter(ids, draft_cache, plan)
         draft = dataclasses.replace(draft, cache=draft_cache, cached=jnp.where(q_lens > 0, lens, cached))
     last = jnp.clip(plan.cu_q_lens[1:] - 1, 0, rows - 1)
-    first = next_tokens(model.logits(hidden[last]), state.sampling, lens, sampled=sampled)[:, None]
+    logits = model.logits(hidden[last])
+    chosen = next_tokens(
+        logits, state.sampling, lens, config=sampler, history=state.history(lens, logits.shape[1], sampler)
+    )
+    first = chosen.tokens[:, None]
     ends = (q_lens > 0) & (lens == state.prompt_lens)
     counts, status = finish(first, ends.astype(jnp.int32), state.prompt_lens, state.limits, state.stop_ids)
     status = jnp.where(ends, status, state.status)
-    new = jnp.pad(first, ((0, 0), (0, report_width - 1)), constant_values=-1)
-    new = jnp.where(jnp.arange(report_width)[None] < counts[:, None], new, -1)
+    reported = jax.tree.map(lambda x: jnp.repeat(x[:, None], report_width, axis=1), chosen)
+    new = jnp.where(jnp.arange(report_width)[None] < counts[:, None], reported.tokens, -1)
     state = dataclasses.replace(
         state,
         cache=cache,
@@ -62,7 +66,12 @@ def extend(
         draft=draft,
     )
     return state, RoundReport(
-        tokens=new, counts=counts, drafted=jnp.zeros_like(counts), status=status, rows=jnp.int32(rows)
+        tokens=new,
+        counts=counts,
+        drafted=jnp.zeros_like(counts),
+        status=status,
+        rows=jnp.int32(rows),
+        logprobs=reported.logprobs,
     )
 
 
@@ -72,15 +81,13 @@ def admit(
     tokens: jax.Array,
     lens: jax.Array,
     stop_ids: jax.Array,
-    sampling: jax.Array,
-    seed: jax.Array,
+    sampling: SamplingParams,
 ) -> DecodeState:
     """Put a request into a slot.
 
-    Args: slot: i32[]. tokens: i32[max_context], the prompt first. lens: i32[2], prompt length and token limit.
-      stop_ids: i32[max_stops]. sampling: f32[4], temperature, top_k, top_p, min_p. seed: u32[].
+    Args: slot: i32[]. tokens: i32[max_context], what is known of it. lens: i32[3], how many that is, how many of them
+      are the prompt, and the token limit. stop_ids: i32[max_stops]. sampling: of one request.
     """
-    params = state.sampling
     draft = dataclasses.replace(
         state.draft,
         accepted=state.draft.accepted.at[slot].set(0.0),
@@ -92,17 +99,11 @@ def admit(
         tokens=state.tokens.at[slot].set(tokens),
         seq_lens=state.seq_lens.at[slot].set(0),
         prompt_lens=state.prompt_lens.at[slot].set(lens[0]),
-        limits=state.limits.at[slot].set(lens[1]),
+        generated_from=state.generated_from.at[slot].set(lens[1]),
+        limits=state.limits.at[slot].set(lens[2]),
         stop_ids=state.stop_ids.at[slot].set(stop_ids),
         status=state.status.at[slot].set(jnp.int32(Status.PREFILL)),
-        sampling=dataclasses.replace(
-            params,
-            temperature=params.temperature.at[slot].set(sampling[0]),
-            top_k=params.top_k.at[slot].set(sampling[1].astype(jnp.int32)),
-            top_p=params.top_p.at[slot].set(sampling[2]),
-            min_p=params.min_p.at[slot].set(sampling[3]),
-            seed=params.seed.at[slot].set(seed),
-        ),
+        sampling=jax.tree.map(lambda every, one: every.at[slot].set(one), state.sampling, sampling),
         draft=draft,
     )
 

@@ -17,23 +17,30 @@ from jattn.combinators.state import Decoder, DecodeState, RoundReport
 from jattn.combinators.tree import DraftTree, link, prune_ranked, walk
 from jattn.combinators.verify import verify, verify_tree
 from jattn.plan import slots_of
+from jattn.sampling import TEMPERATURES, Chosen, SamplerConfig
 
 
 def decode_round(
-    model: Decoder, state: DecodeState, *, num_steps: int, shapes: tuple[Variant, ...], sampled: bool = True
+    model: Decoder,
+    state: DecodeState,
+    *,
+    num_steps: int,
+    shapes: tuple[Variant, ...],
+    sampler: SamplerConfig = TEMPERATURES,
 ) -> tuple[DecodeState, RoundReport]:
     """Advance every decoding slot by one token or more; the tokens equal plain decoding's.
 
     Args: num_steps: most drafts a request; 0 decodes plainly. shapes: static programs of the target step, from
       `variants`. When no draft is worth its cost the round runs a plain decode shape, and nothing when nobody decodes.
-      sampled: False when every request is greedy, which leaves random sampling out of the program.
+      sampler: what the program's requests may ask for.
     """
     active = state.decoding
     num_known = state.seq_lens + 1
     drafts, match_len, take, index = _propose(state, active, num_known, num_steps, shapes)
-    branches = [functools.partial(verify, model, rows=v.rows, max_q_len=v.max_q_len, sampled=sampled) for v in shapes]
-    cache, targets = jax.lax.switch(index, [*branches, _idle], state, drafts, take)
-    accepted = accepted_lens(drafts, take, targets)
+    branches = [functools.partial(verify, model, rows=v.rows, max_q_len=v.max_q_len, sampler=sampler) for v in shapes]
+    idle = functools.partial(_idle, width=num_steps + 1, sampler=sampler)
+    cache, targets = jax.lax.switch(index, [*branches, idle], state, drafts, take)
+    accepted = accepted_lens(drafts, take, targets.tokens)
     draft = budget.record(state.draft, match_len, take, accepted) if num_steps else state.draft
     state = dataclasses.replace(state, cache=cache, draft=draft)
     return _settle(state, targets, accepted, take, index, shapes)
@@ -47,7 +54,7 @@ def tree_round(
     num_steps: int,
     num_nodes: int,
     shapes: tuple[Variant, ...],
-    sampled: bool = True,
+    sampler: SamplerConfig = TEMPERATURES,
 ) -> tuple[DecodeState, RoundReport]:
     """`decode_round` with n-gram trees: the `topk` best continuations of `num_steps` tokens, merged into one trie.
 
@@ -58,10 +65,10 @@ def tree_round(
     chance = jax.vmap(budget.accept_chance, in_axes=(None, 1), out_axes=1)(state.draft, found.match_len)
     grown = ngram_tree(found, state.newest, chance, num_nodes=num_nodes)
     bits = link(grown.tree).bits
-    state, done = _verify_tree(model, state, grown.tree, bits, grown.reach, num_steps, shapes, sampled)
+    state, done = _verify_tree(model, state, grown.tree, bits, grown.reach, num_steps, shapes, sampler)
     tried, right = _on_first_branch(grown.first_branch, done)
     draft = budget.record(state.draft, found.match_len[:, 0], tried, right)
-    return _settle(dataclasses.replace(state, draft=draft), done.tokens, done.accepted, done.take, done.shape, shapes)
+    return _settle(dataclasses.replace(state, draft=draft), done.targets, done.accepted, done.take, done.shape, shapes)
 
 
 def standalone_round(
@@ -73,7 +80,7 @@ def standalone_round(
     num_steps: int,
     num_nodes: int,
     shapes: tuple[Variant, ...],
-    sampled: bool = True,
+    sampler: SamplerConfig = TEMPERATURES,
     lineage: Lineage = "parent",
 ) -> tuple[DecodeState, RoundReport]:
     """`decode_round` with a draft model, which grows a tree of `topk` branches and `num_steps` levels; topk 1: a chain.
@@ -81,17 +88,25 @@ def standalone_round(
     Args: drafter: with the target's vocabulary; its cache is `state.draft.cache`. num_nodes: nodes that are verified,
       the newest token included. lineage: as in `standalone.propose`. The rest as in `tree_round`.
     """
-    draft, candidates = propose(drafter, state, topk=topk, num_steps=num_steps, lineage=lineage)
+    draft, candidates, draft_probs = propose(
+        drafter, state, topk=topk, num_steps=num_steps, lineage=lineage, sampler=sampler
+    )
     state = dataclasses.replace(state, draft=draft)
     tree, scores = prune_ranked(candidates, state.newest, num_nodes=num_nodes)
     links = link(tree)
     depth = links.depth[:, 1:]
     kind = jnp.full(state.seq_lens.shape, state.draft.accepted.shape[1] - 1, jnp.int32)  # one record for all its drafts
+    if sampler.rejection:
+        # whether a draft is tried must not depend on which token was drawn: the tried ones would follow another
+        # distribution than draft_probs
+        scores = jnp.ones_like(scores)
     reach = _reach(scores, depth, budget.accept_chance(state.draft, kind))
-    state, done = _verify_tree(model, state, tree, links.bits, reach, num_steps, shapes, sampled)
+    state, done = _verify_tree(
+        model, state, tree, links.bits, reach, num_steps, shapes, sampler, draft_probs=draft_probs
+    )
     tried = jnp.max(jnp.where(jnp.arange(num_nodes - 1)[None] < done.take[:, None], depth, 0), axis=1)
     draft = budget.record(state.draft, kind, tried, done.accepted)
-    return _settle(dataclasses.replace(state, draft=draft), done.tokens, done.accepted, done.take, done.shape, shapes)
+    return _settle(dataclasses.replace(state, draft=draft), done.targets, done.accepted, done.take, done.shape, shapes)
 
 
 def _reach(scores, depth, chance):
@@ -108,24 +123,37 @@ class _Verified(NamedTuple):
 
     take: jax.Array  # i32[seqs], drafts verified
     shape: jax.Array  # i32[], index of the shape that ran
-    path: jax.Array  # this and the rest as `walk` returns them
-    tokens: jax.Array
+    path: jax.Array  # this and the next as `walk` returns them
     accepted: jax.Array
+    targets: Chosen  # [seqs, drafts on a path + 1], the target's token behind each node of the path
 
 
-def _verify_tree(model, state: DecodeState, tree: DraftTree, bits, reach, num_steps: int, shapes, sampled: bool):
+def _verify_tree(
+    model,
+    state: DecodeState,
+    tree: DraftTree,
+    bits,
+    reach,
+    num_steps: int,
+    shapes,
+    sampler: SamplerConfig,
+    *,
+    draft_probs=None,
+):
     # Verifies as many leading nodes as are worth it; the state comes back with accepted rows in front. A leading part
     # has the bits of the whole tree: parents come first.
     most = jnp.minimum(state.limits - state.seq_lens - 2, tree.num_nodes - 1)  # rows have pages up to the limit
     take, index = budget.choose_by_reach(reach, jnp.maximum(most, 0), state.decoding, shapes=shapes)
     tree = dataclasses.replace(tree, num_nodes=1 + take)
     branches = [
-        functools.partial(verify_tree, model, rows=v.rows, max_q_len=v.max_q_len, sampled=sampled) for v in shapes
+        functools.partial(verify_tree, model, rows=v.rows, max_q_len=v.max_q_len, sampler=sampler) for v in shapes
     ]
-    cache, targets = jax.lax.switch(index, [*branches, _idle_tree], state, tree, bits)
-    path, tokens, accepted = walk(tree, targets, max_depth=num_steps)
+    idle = functools.partial(_idle, width=tree.tokens.shape[1], sampler=sampler)
+    cache, chosen = jax.lax.switch(index, [*branches, idle], state, tree, bits, draft_probs)
+    path, _, accepted = walk(tree, chosen.tokens, max_depth=num_steps)
     state = dataclasses.replace(state, cache=to_the_front(cache, state, path, accepted))
-    return state, _Verified(take, index, path, tokens, accepted)
+    seq = jnp.arange(path.shape[0], dtype=jnp.int32)[:, None]
+    return state, _Verified(take, index, path, accepted, jax.tree.map(lambda x: x[seq, path], chosen))
 
 
 def to_the_front(cache: PagedKV, state: DecodeState, path: jax.Array, accepted: jax.Array) -> PagedKV:
@@ -149,24 +177,25 @@ def _on_first_branch(first_branch, done: _Verified):
     return tried, right
 
 
-def _settle(state: DecodeState, targets, accepted, take, index, shapes) -> tuple[DecodeState, RoundReport]:
-    # targets i32[seqs, drafts on a path + 1]: what the target says behind the newest token and each accepted draft
-    active, num_known = state.decoding, state.seq_lens + 1
-    counts, status = finish(targets, jnp.where(active, accepted + 1, 0), num_known, state.limits, state.stop_ids)
+def _settle(state: DecodeState, targets: Chosen, accepted, take, index, shapes) -> tuple[DecodeState, RoundReport]:
+    # targets [seqs, drafts on a path + 1]: what the target says behind the newest token and each accepted draft
+    active, num_known, new = state.decoding, state.seq_lens + 1, targets.tokens
+    counts, status = finish(new, jnp.where(active, accepted + 1, 0), num_known, state.limits, state.stop_ids)
     counts = jnp.where(active, counts, 0)
-    width = targets.shape[1]
+    width = new.shape[1]
     state = dataclasses.replace(
         state,
-        tokens=append(state.tokens, num_known, targets, counts),
+        tokens=append(state.tokens, num_known, new, counts),
         seq_lens=state.seq_lens + counts,
         status=jnp.where(active, status, state.status),
     )
     return state, RoundReport(
-        tokens=jnp.where(jnp.arange(width)[None] < counts[:, None], targets, -1),
+        tokens=jnp.where(jnp.arange(width)[None] < counts[:, None], new, -1),
         counts=counts,
         drafted=take,
         status=state.status,
         rows=jnp.asarray([*(v.rows for v in shapes), 0], jnp.int32)[index],
+        logprobs=targets.logprobs,
     )
 
 
@@ -184,9 +213,5 @@ def _propose(state: DecodeState, active, num_known, num_steps: int, shapes):
     return drafts, match_len, take, index
 
 
-def _idle_tree(state, tree, bits):
-    return state.cache, jnp.zeros_like(tree.tokens)
-
-
-def _idle(state, drafts, take):
-    return state.cache, jnp.zeros((drafts.shape[0], drafts.shape[1] + 1), jnp.int32)
+def _idle(state: DecodeState, *_, width: int, sampler: SamplerConfig):
+    return state.cache, Chosen.none((state.seq_lens.shape[0], width), sampler)

@@ -16,6 +16,8 @@ from jattn.combinators.tree import Candidates, grow
 from jattn.combinators.verify import by_request, owners_of
 from jattn.modes import ForwardMode
 from jattn.plan import Tree, make_plan, rows_of
+from jattn.sampling import TEMPERATURES, SamplerConfig, token_probs
+from jattn.sampling.draw import Stream, coins, pick
 
 Lineage = Literal["parent", "slot"]
 
@@ -26,25 +28,36 @@ def rows_ahead(*, topk: int, num_steps: int) -> int:
 
 
 def propose(
-    drafter: Decoder, state: DecodeState, *, topk: int, num_steps: int, lineage: Lineage = "parent"
-) -> tuple[DraftState, Candidates]:
+    drafter: Decoder,
+    state: DecodeState,
+    *,
+    topk: int,
+    num_steps: int,
+    lineage: Lineage = "parent",
+    sampler: SamplerConfig = TEMPERATURES,
+) -> tuple[DraftState, Candidates, jax.Array | None]:
     """Run the drafter num_steps times: once over the tokens that it has not seen, then once a level.
 
     Args:
       state: with `draft.cache` and `draft.cached`.
       lineage: "parent" lets a node see its own ancestors. "slot" lets it see the nodes of its own branch number, as the
         original does after a beam changes branches: drafts are worse, and verification accepts fewer.
-    Returns: the draft state, with its cache written up to the newest token; every candidate.
+      sampler: with `rejection`, drafts are drawn as the request samples instead of being the likeliest; topk is 1.
+    Returns: the draft state, with its cache written up to the newest token; every candidate; and, with rejection,
+      f32[seqs, num_steps, vocab]: the distribution that each draft was drawn from.
     """
+    if sampler.rejection and topk > 1:
+        raise ValueError(f"topk={topk} with rejection sampling: its drafts are chains, so want topk=1")
     cache, cached = state.draft.of_model
     cache, logits = _catch_up(drafter, state, cache, state.seq_lens + 1 - cached, max_rows=num_steps + 1)
-    probs, ids = _best(logits, topk)
+    probs, ids, first = _propose(logits[:, None], state, 0, topk, sampler)
+    probs, ids = probs[:, 0], ids[:, 0]
     seqs, nodes = ids.shape[0], max(rows_ahead(topk=topk, num_steps=num_steps), 1)
     words = -(-nodes // 32)
     branch = jnp.arange(topk, dtype=jnp.int32)
 
     def step(carry, level, tokens, beams):
-        cache, bits = carry
+        cache, bits, drawn_from = carry
         above = jnp.take_along_axis(bits, beams[..., None], axis=1) if lineage == "parent" else bits
         node = level * topk + branch
         word = jnp.arange(words, dtype=jnp.int32)[None]
@@ -53,12 +66,16 @@ def propose(
         plan, seq, idx = _level_plan(state, bits, level, topk, nodes, cache.page_size)
         hidden, cache = drafter(tokens[seq, idx], cache, plan)
         logits = by_request(drafter.logits(hidden), plan, topk)
-        return (cache, bits), *_best(logits, topk)
+        probs, ids, drawn = _propose(logits, state, level + 1, topk, sampler)
+        if drawn is not None:
+            drawn_from = drawn_from.at[:, level + 1].set(drawn)
+        return (cache, bits, drawn_from), probs, ids
 
-    start = (cache, jnp.zeros((seqs, topk, words), jnp.uint32))
-    (cache, _), candidates = grow(step, start, probs, ids, num_steps=num_steps)
+    drawn_from = None if first is None else jnp.repeat(first[:, None], num_steps, axis=1)
+    start = (cache, jnp.zeros((seqs, topk, words), jnp.uint32), drawn_from)
+    (cache, _, drawn_from), candidates = grow(step, start, probs, ids, num_steps=num_steps)
     cached = jnp.where(state.decoding, state.seq_lens + 1, cached)
-    return dataclasses.replace(state.draft, cache=cache, cached=cached), candidates
+    return dataclasses.replace(state.draft, cache=cache, cached=cached), candidates, drawn_from
 
 
 def _catch_up(
@@ -108,5 +125,11 @@ def _level_plan(state: DecodeState, bits, level, topk: int, nodes: int, page_siz
     return dataclasses.replace(plan, write_slots=jnp.where(owned, plan.write_slots, -1)), seq, idx
 
 
-def _best(logits, topk: int):
-    return jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), topk)
+def _propose(logits, state: DecodeState, level, topk: int, sampler: SamplerConfig):
+    # logits f32[seqs, branches, vocab] -> probs and ids [seqs, branches, topk] of the likeliest tokens; or of one that
+    # is drawn, with the distribution f32[seqs, vocab] it comes from
+    if not sampler.rejection:
+        return *jax.lax.top_k(jax.nn.softmax(logits, axis=-1), topk), None
+    probs = token_probs(logits[:, 0], state.sampling)
+    token = pick(probs, coins(state.sampling.seed, state.seq_lens + 1 + level, Stream.DRAFT))[:, None]
+    return jnp.take_along_axis(probs, token, axis=1)[:, None], token[:, None], probs

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jattn.cache import PagedKV
 from jattn.plan import Plan, Tree
-from jattn.sampling import SamplingParams
+from jattn.sampling import Logprobs, SamplerConfig, SamplingParams
+from jattn.sampling.penalties import History
 
 
 class Decoder(Protocol):
@@ -67,7 +68,8 @@ class DecodeState:
     cache: PagedKV
     tokens: jax.Array  # i32[seqs, max_context], prompt and generated tokens
     seq_lens: jax.Array  # i32[seqs], tokens whose keys and values are cached
-    prompt_lens: jax.Array  # i32[seqs]
+    prompt_lens: jax.Array  # i32[seqs], tokens to prefill
+    generated_from: jax.Array  # i32[seqs], index of the first generated token; below prompt_lens after a preemption
     limits: jax.Array  # i32[seqs], most tokens (prompt included) that the request may have
     page_table: jax.Array  # i32[seqs, max_pages]
     stop_ids: jax.Array  # i32[seqs, max_stops], -1 unused
@@ -84,9 +86,10 @@ class DecodeState:
         max_context: int,
         max_stops: int,
         num_classes: int,
+        num_biases: int = 0,
         draft_cache: PagedKV | None = None,
     ) -> "DecodeState":
-        """All slots free. draft_cache: of a draft model; pages as in `cache`."""
+        """All slots free. num_biases: logit biases of a request. draft_cache: of a draft model; pages as in `cache`."""
         max_pages = -(-max_context // cache.page_size)
 
         def ints(*shape: int, fill: int = 0) -> jax.Array:
@@ -97,11 +100,12 @@ class DecodeState:
             tokens=ints(max_context),
             seq_lens=ints(),
             prompt_lens=ints(),
+            generated_from=ints(),
             limits=ints(),
             page_table=ints(max_pages),
             stop_ids=ints(max_stops, fill=-1),
             status=ints(),
-            sampling=SamplingParams.greedy(num_seqs),
+            sampling=SamplingParams.greedy(num_seqs, num_biases=num_biases),
             draft=DraftState(
                 accepted=jnp.zeros((num_seqs, num_classes), jnp.float32),
                 rejected=jnp.zeros((num_seqs, num_classes), jnp.float32),
@@ -120,6 +124,12 @@ class DecodeState:
         """i32[seqs]: the known token that is not cached yet."""
         return jnp.take_along_axis(self.tokens, self.seq_lens[:, None], axis=1, mode="clip")[:, 0]
 
+    def history(self, num_known: jax.Array, vocab_size: int, config: SamplerConfig) -> History | None:
+        """What the first `num_known` i32[seqs] tokens of each request are, where the program has penalties."""
+        if not config.penalties:
+            return None
+        return History.of(self.tokens, num_known, self.generated_from, vocab_size)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,3 +141,4 @@ class RoundReport:
     drafted: jax.Array  # i32[seqs], draft rows verified
     status: jax.Array  # i32[seqs], after the round
     rows: jax.Array  # i32[], rows that the program computed; 0 when nobody decoded
+    logprobs: Logprobs | None = None  # of `tokens`, where the program reports them; past the count they mean nothing

@@ -228,6 +228,16 @@ def walk(tree: DraftTree, targets: jax.Array, *, max_depth: int) -> tuple[jax.Ar
     return path, _take(targets, path), accepted
 
 
+def unpack(bits: jax.Array, nodes: int) -> jax.Array:
+    """u32[..., words] -> bool[..., nodes], bit j of word w first as element 32 w + j.
+
+    >>> unpack(jnp.array([5], jnp.uint32), 3).tolist()
+    [True, False, True]
+    """
+    shift = lax.broadcasted_iota(jnp.uint32, (*bits.shape, 32), bits.ndim)
+    return ((bits[..., None] >> shift) & 1).astype(bool).reshape(*bits.shape[:-1], -1)[..., :nodes]
+
+
 def _take(x, at):
     return jnp.take_along_axis(x, at, axis=1, mode="clip")
 

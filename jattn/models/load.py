@@ -1,5 +1,6 @@
 """Fill a decoder with named arrays, one at a time, so that loading holds the weights once."""
 
+import dataclasses
 from collections.abc import Iterable
 
 import jax
@@ -73,6 +74,24 @@ def build_decoder(
         some = ", ".join(sorted(missing)[:6])
         raise ValueError(f"{len(missing)} tensors are missing: {some}{', ...' if len(missing) > 6 else ''}")
     return nnx.merge(graphdef, nnx.from_flat_state(slots))
+
+
+def first_layers(model: Decoder, num_layers: int) -> Decoder:
+    """The decoder of a model's first layers, under its own norm and head: a draft model that shares its arrays.
+
+    Raises: ValueError if the model has fewer layers.
+    """
+    config = model.config
+    if not 1 <= num_layers <= config.num_layers:
+        raise ValueError(f"the first {num_layers} layers of a model of {config.num_layers}: want 1 to all of them")
+    blocks = list(model.layers)[:num_layers]
+    config = dataclasses.replace(config, num_layers=num_layers, windows=config.windows[:num_layers])
+    specs = tuple(block.attn.spec for block in blocks)
+    choices = tuple(block.attn.choice for block in blocks)
+    shorter = nnx.eval_shape(lambda: Decoder(config, specs, choices, rngs=nnx.Rngs(0), weight_first=model.weight_first))
+    graphdef, wanted = nnx.split(shorter)
+    held = dict(nnx.to_flat_state(nnx.split(model)[1]))
+    return nnx.merge(graphdef, nnx.from_flat_state({path: held[path] for path, _ in nnx.to_flat_state(wanted)}))
 
 
 def _parts(path: tuple) -> tuple[str, ...]:

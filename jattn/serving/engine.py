@@ -11,8 +11,9 @@ from jattn.cache import PagedKV
 from jattn.combinators.ngram import NUM_CLASSES
 from jattn.combinators.state import DecodeState, RoundReport, Status
 from jattn.models.decoder import Decoder
+from jattn.sampling import TEMPERATURES, Logprobs, SamplerConfig
 from jattn.serving.programs import ProgramConfig, Programs, compile_programs
-from jattn.serving.request import Request
+from jattn.serving.request import Request, TokenLogprob, check_offered, params_of
 from jattn.serving.scheduler import NOT_RUNNING, Scheduler, Sequence
 
 _REASONS = {Status.STOPPED: "stop", Status.LENGTH: "length"}
@@ -41,9 +42,9 @@ class Engine:
       model: its parameters are read, never changed.
       num_layers, num_pages, page_size: of the cache. num_slots: requests that run together. max_context: tokens a
         request may have. num_steps: drafts a request and round, 0 for none. kv_dtype: storage when the spec names none.
-      sampled: False builds programs for greedy requests only, which compile faster. topk, num_nodes: continuations of a
-        draft tree, and its nodes with the newest token; topk 1 drafts chains. drafter: a draft model with the target's
-        vocabulary; without one, drafts come from the request's own text.
+      sampler: what requests may ask for; what they may not is left out of the programs. topk, num_nodes: continuations
+        of a draft tree, and its nodes with the newest token; topk 1 drafts chains. drafter: a draft model with the
+        target's vocabulary; without one, drafts come from the request's own text.
       on_program: hears (done, total) as each program is compiled.
     """
 
@@ -59,7 +60,7 @@ class Engine:
         num_steps: int,
         kind: str,
         kv_dtype=None,
-        sampled: bool = True,
+        sampler: SamplerConfig = TEMPERATURES,
         topk: int = 1,
         num_nodes: int | None = None,
         drafter: Decoder | None = None,
@@ -74,11 +75,12 @@ class Engine:
             max_stops=max_stops,
             prefill_rows=tuple(sorted(prefill_rows)),
             kind=kind,
-            sampled=sampled,
+            sampler=sampler,
             topk=topk,
             num_nodes=num_nodes,
             standalone=drafter is not None,
         )
+        self.vocab_size = model.config.vocab_size
         graphdef, self._params = nnx.split((model,) if drafter is None else (model, drafter))
 
         def cache_of(model: Decoder, layers: int) -> PagedKV:
@@ -98,6 +100,7 @@ class Engine:
             max_context=max_context,
             max_stops=max_stops,
             num_classes=NUM_CLASSES,
+            num_biases=sampler.num_biases,
             draft_cache=draft_cache,
         )
         self.programs: Programs = compile_programs(graphdef, self._params, self._state, self.config, on_program)
@@ -113,11 +116,10 @@ class Engine:
         self.num_rounds = 0
 
     def submit(self, request: Request) -> Sequence:
-        """Queue a request; ValueError if it cannot fit even alone, or has too many stop tokens."""
+        """Queue a request; ValueError if it cannot fit even alone, or asks for what this engine was not built for."""
         if len(request.stop_ids) > self.config.max_stops:
             raise ValueError(f"{len(request.stop_ids)} stop tokens: this engine was built for {self.config.max_stops}")
-        if request.temperature > 0 and not self.config.sampled:
-            raise ValueError(f"temperature={request.temperature}: this engine was built with sampled=False")
+        check_offered(request, self.config.sampler, self.vocab_size)
         return self.scheduler.submit(request)
 
     def cancel(self, sequence: Sequence, reason: str = "stop") -> None:
@@ -183,6 +185,7 @@ class Engine:
                 continue
             new_ids = report.tokens[slot, :count].tolist()
             sequence.new_ids.extend(new_ids)
+            sequence.logprobs.extend(_logprobs_of(report.logprobs, slot, count))
             sequence.num_known += count
             if not flight.is_prefill:
                 sequence.num_rounds += 1
@@ -203,10 +206,9 @@ class Engine:
             self.programs.admit,
             np.int32(sequence.slot),
             tokens,
-            np.asarray([len(known), self.scheduler.limit_of(sequence)], np.int32),
+            np.asarray([len(known), len(request.prompt_ids), self.scheduler.limit_of(sequence)], np.int32),
             stop_ids,
-            np.asarray([request.temperature, request.top_k, request.top_p, request.min_p], np.float32),
-            np.uint32(request.seed % 2**32),
+            params_of(request, num_biases=self.config.sampler.num_biases),
         )
 
     def _release(self, sequence: Sequence) -> None:
@@ -225,6 +227,16 @@ class Engine:
         if not np.array_equal(table, self._table):
             self._table = table
             self._state = dataclasses.replace(self._state, page_table=jax.device_put(table))
+
+
+def _logprobs_of(logprobs: Logprobs | None, slot: int, count: int) -> list[TokenLogprob]:
+    if logprobs is None:
+        return []
+    own, ids, top = (x[slot, :count].tolist() for x in (logprobs.own, logprobs.top_ids, logprobs.top))
+    return [
+        TokenLogprob(logprob=mine, top=list(zip(*likeliest, strict=True)))
+        for mine, *likeliest in zip(own, ids, top, strict=True)
+    ]
 
 
 def _check_vocabulary(model: Decoder, drafter: Decoder, topk: int) -> None:

@@ -1,6 +1,7 @@
 """What a user may ask of a run, what comes back, and a model made ready for it."""
 
 import dataclasses
+import functools
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jattn.backends import policy_named
+from jattn.backends import BackendPolicy, policy_named
+from jattn.combinators.tree import num_candidates
 from jattn.loaders.hparams import HParams
 from jattn.loaders.models import locate
 from jattn.loaders.open import open_model
@@ -17,18 +19,21 @@ from jattn.loaders.tokenizer import Tokenizer
 from jattn.loaders.weights import load_arrays
 from jattn.models.config import ExpertsConfig, ModelConfig
 from jattn.models.decoder import Decoder
-from jattn.models.load import build_decoder
+from jattn.models.load import build_decoder, first_layers
 from jattn.models.rope import FactorScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
 from jattn.platforms import Platform, detect, platform_named
 from jattn.resolve import resolve
+from jattn.sampling import SamplerConfig
 from jattn.serving.programs import check_width
-from jattn.serving.request import Request
+from jattn.serving.request import Request, TokenLogprob
 from jattn.spec import KV_DTYPES, check_page_size
 
-DRAFTS = ("none", "ngram")
+DRAFTS = ("none", "ngram", "standalone")
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_TOPK = 8
 _NUM_NODES = 16  # of a tree by default: on two CPU cores a step of 16 rows costs twice that of one
+_NUM_STEPS = {"standalone": 3}  # by default; a step of a draft model costs, one of an n-gram does not
+_MAX_LOGPROBS = 20
 Progress = Callable[[str, int, int], None]  # what, done, total
 
 
@@ -38,22 +43,37 @@ class Options:
 
     Args:
       model: a GGUF file, a Hugging Face folder, or a name of the model table.
-      draft: "none" or "ngram". num_steps: drafts a round, or the depth of a tree.
+      draft: "none", "ngram" (from the request's own text), or "standalone" (from a draft model). num_steps: drafts a
+      round, or the depth of a tree: 15, or 3 with a draft model.
       topk: continuations of a draft tree; 1 drafts a chain. num_draft_tokens: its nodes, the newest token included.
+      draft_model: as `model`, with the same vocabulary; None is the model itself. draft_layers: its first layers only.
+      rejection_sampling: a draft model's chains are drawn as the request samples and accepted by rejection sampling,
+      which takes more of them at a high temperature and keeps the distribution, but not the text of a seed.
       temperature ... seed: as in `Request`; request i uses seed + i. stop: texts that end the answer, cut from it.
+      logprobs: None for none, n for each token's log-probability and those of the n likeliest, at most 20.
       chat: wrap each prompt in the model's chat template. max_context: tokens a request, prompt included.
       num_pages: pages a layer. max_batch: requests that run together.
     """
 
     model: str = "smollm2-135m-instruct"
     draft: str = "ngram"
-    num_steps: int = 15
+    num_steps: int | None = None
     topk: int = 1
     num_draft_tokens: int | None = None
+    draft_model: str | None = None
+    draft_layers: int | None = None
+    rejection_sampling: bool = False
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    accept_threshold_single: float = 1.0
+    accept_threshold_acc: float = 1.0
+    logprobs: int | None = None
     seed: int = 0
     max_new_tokens: int = 128
     stop: tuple[str, ...] = ()
@@ -71,11 +91,14 @@ class Options:
     def __post_init__(self):
         if self.draft not in DRAFTS:
             raise ValueError(f"draft {self.draft!r} is unknown: want one of {', '.join(DRAFTS)}")
-        if not 1 <= self.num_steps <= 63:
+        if self.num_steps is None:
+            object.__setattr__(self, "num_steps", _NUM_STEPS.get(self.draft, 15))
+        if not 1 <= self.drafts <= 63:
             raise ValueError(
                 f"num_steps={self.num_steps}: want 1 to 63 drafts a round; --draft none turns drafting off"
             )
         self._check_tree()
+        self._check_draft_model()
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is unknown: want one of {', '.join(DTYPES)}")
         if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPES:
@@ -88,14 +111,31 @@ class Options:
                 raise ValueError(f"{field}={value}: want at least 1")
         if any(not text for text in self.stop):
             raise ValueError("a stop text is empty: give at least one character")
-        self.request([0])  # checks the sampling parameters before a model is loaded
+        if self.logprobs is not None and not 0 <= self.logprobs <= _MAX_LOGPROBS:
+            raise ValueError(f"logprobs={self.logprobs}: want 0 to {_MAX_LOGPROBS}, or leave it out")
+        self.sampler  # noqa: B018  checks the sampling parameters before a model is loaded
+
+    @property
+    def drafts(self) -> int:
+        """`num_steps`, once it is chosen."""
+        assert self.num_steps is not None
+        return self.num_steps
+
+    @property
+    def sampler(self) -> SamplerConfig:
+        """What the programs must hold for these requests."""
+        needs = self.request([0]).needs
+        return dataclasses.replace(
+            needs, rejection=self.rejection_sampling and needs.random, num_logprobs=self.logprobs
+        )
 
     @property
     def num_nodes(self) -> int | None:
         """Nodes of a draft tree; None for a chain."""
         if self.topk == 1:
             return self.num_draft_tokens
-        return self.num_draft_tokens or min(_NUM_NODES, 1 + self.topk * self.num_steps)
+        most = 1 + (num_candidates(self.topk, self.drafts) if self.draft == "standalone" else self.topk * self.drafts)
+        return self.num_draft_tokens or min(_NUM_NODES, most)
 
     def _check_tree(self) -> None:
         if not 1 <= self.topk <= MAX_TOPK:
@@ -104,7 +144,20 @@ class Options:
             raise ValueError(
                 f"topk={self.topk}, num_draft_tokens={self.num_draft_tokens} with draft 'none': leave them out"
             )
-        check_width(topk=self.topk, num_steps=self.num_steps, num_nodes=self.num_nodes)
+        check_width(
+            topk=self.topk, num_steps=self.drafts, num_nodes=self.num_nodes, standalone=self.draft == "standalone"
+        )
+
+    def _check_draft_model(self) -> None:
+        if self.draft != "standalone":
+            given = [name for name in ("draft_model", "draft_layers", "rejection_sampling") if getattr(self, name)]
+            if given:
+                raise ValueError(f"{given[0]} with draft {self.draft!r}: it belongs to --draft standalone")
+            return
+        if self.draft_layers is not None and self.draft_layers < 1:
+            raise ValueError(f"draft_layers={self.draft_layers}: want at least 1, or leave it out for all")
+        if self.rejection_sampling and self.topk > 1:
+            raise ValueError(f"rejection_sampling with topk={self.topk}: its drafts are chains, so want topk 1")
 
     def request(self, prompt_ids: Sequence[int], *, index: int = 0, stop_ids: tuple[int, ...] = ()) -> Request:
         """The request of prompt `index`."""
@@ -115,6 +168,12 @@ class Options:
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            accept_threshold_single=self.accept_threshold_single,
+            accept_threshold_acc=self.accept_threshold_acc,
             seed=self.seed + index,
             stop_ids=stop_ids,
         )
@@ -136,6 +195,7 @@ class Completion:
     compilations: int  # programs compiled for this run
     compilations_while_serving: int  # of those, after warm-up: 0
     peak_rss_bytes: int
+    logprobs: list[TokenLogprob] | None = None  # of `ids`, where asked for
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +229,7 @@ class LoadedModel:
     page_size: int
     weight_bytes: int
     largest_bytes: int
+    drafter: Decoder | None = None
 
 
 def load(options: Options, progress: Progress = lambda what, done, total: None) -> LoadedModel:
@@ -176,7 +237,52 @@ def load(options: Options, progress: Progress = lambda what, done, total: None) 
     platform = platform_named(options.platform) if options.platform else detect()
     rules = policy_named(options.policy or platform.default_policy)
     page_size = options.page_size or _default_page_size(rules.legal_page_sizes(is_mla=False))
+    build = functools.partial(_build, options=options, rules=rules, platform=platform, page_size=page_size)
     file = open_model(locate(options.model))
+    tokenizer = file.tokenizer()
+    drafter = None
+    if options.draft == "standalone" and options.draft_model not in (None, options.model):
+        assert options.draft_model is not None
+        draft_file = open_model(locate(options.draft_model))
+        check_same_vocabulary(tokenizer, draft_file.tokenizer())
+        model = build(file, progress=progress)
+        drafter = build(draft_file, progress=progress)
+    else:
+        model = build(file, progress=progress)
+        drafter = model if options.draft == "standalone" else None
+    if drafter is not None and options.draft_layers is not None:
+        drafter = first_layers(drafter, options.draft_layers)
+    sizes = [leaf.nbytes for leaf in {id(leaf): leaf for leaf in jax.tree.leaves((model, drafter))}.values()]
+    return LoadedModel(
+        model=model,
+        config=model.config,
+        tokenizer=tokenizer,
+        metadata=file.metadata,
+        platform=platform,
+        page_size=page_size,
+        weight_bytes=sum(sizes),
+        largest_bytes=max(sizes),
+        drafter=drafter,
+    )
+
+
+def check_same_vocabulary(ours: Tokenizer, theirs: Tokenizer) -> None:
+    """Refuse a draft model whose ids mean other texts; ValueError names the first."""
+    if ours.vocab_size != theirs.vocab_size:
+        raise ValueError(
+            f"the draft model's tokenizer has {theirs.vocab_size} tokens and the model's {ours.vocab_size}: want a "
+            "draft model of the same vocabulary"
+        )
+    every = range(ours.vocab_size)
+    for token, mine, other in zip(every, ours.pieces(every), theirs.pieces(every), strict=True):
+        if mine != other:
+            raise ValueError(
+                f"token {token} is {other!r} to the draft model and {mine!r} to the model: want a draft model of the "
+                "same vocabulary"
+            )
+
+
+def _build(file, *, options: Options, rules: BackendPolicy, platform: Platform, page_size: int, progress: Progress):
     config = config_of(file.hparams)
     dtype = options.dtype or ("float32" if platform.is_cpu else "bfloat16")
     specs = config.attn_specs(options.kv_dtype)
@@ -184,26 +290,14 @@ def load(options: Options, progress: Progress = lambda what, done, total: None) 
         spec: resolve(spec, rules.name, platform, page_size=page_size, topk=options.topk)
         for spec in dict.fromkeys(specs)
     }
-    tokenizer = file.tokenizer()
     arrays = load_arrays(file, on_tensor=lambda name, done, total: progress("tensors", done, total))
-    model = build_decoder(
+    return build_decoder(
         config,
         specs,
         tuple(choices[spec] for spec in specs),
         arrays,
         dtype=jnp.dtype(dtype),
         weight_first=platform.is_cpu,
-    )
-    sizes = [leaf.nbytes for leaf in jax.tree.leaves(model)]
-    return LoadedModel(
-        model=model,
-        config=config,
-        tokenizer=tokenizer,
-        metadata=file.metadata,
-        platform=platform,
-        page_size=page_size,
-        weight_bytes=sum(sizes),
-        largest_bytes=max(sizes),
     )
 
 

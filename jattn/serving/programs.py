@@ -17,13 +17,18 @@ from jattn.combinators.round import decode_round, standalone_round, tree_round
 from jattn.combinators.standalone import rows_ahead
 from jattn.combinators.state import DecodeState
 from jattn.combinators.tree import check_size
+from jattn.sampling import SamplerConfig
 
 
-def check_width(*, topk: int, num_steps: int, num_nodes: int | None) -> None:
-    """Raise ValueError unless n-gram drafts of this depth and breadth can have `num_nodes` nodes."""
+def check_width(*, topk: int, num_steps: int, num_nodes: int | None, standalone: bool = False) -> None:
+    """Raise ValueError unless drafts of this depth and breadth can have `num_nodes` nodes.
+
+    Args: num_nodes: the newest token included; None means num_steps + 1. standalone: of a draft model, else n-grams.
+    """
     if topk > 1:
         num_nodes = num_steps + 1 if num_nodes is None else num_nodes
-        check_trie(topk=topk, num_steps=num_steps, num_nodes=num_nodes)
+        if not standalone:
+            check_trie(topk=topk, num_steps=num_steps, num_nodes=num_nodes)
         check_size(topk=topk, num_steps=num_steps, num_nodes=num_nodes)
     elif num_nodes not in (None, num_steps + 1):
         raise ValueError(
@@ -42,16 +47,20 @@ class ProgramConfig:
     max_stops: int
     prefill_rows: tuple[int, ...]  # chunk sizes, ascending
     kind: str  # of the platform, for the cost table
-    sampled: bool  # False leaves random sampling out of the programs
+    sampler: SamplerConfig  # what requests may ask for; what they may not is left out of the programs
     topk: int = 1  # continuations of a draft tree; 1 drafts a chain
     num_nodes: int | None = None  # of a tree, the newest token included; a chain has num_steps + 1
     standalone: bool = False  # a draft model proposes, instead of the request's own text
 
     def __post_init__(self):
-        if self.standalone:
-            check_size(topk=self.topk, num_steps=self.num_steps, num_nodes=self.width)
-        else:
-            check_width(topk=self.topk, num_steps=self.num_steps, num_nodes=self.num_nodes)
+        if self.sampler.rejection and not (self.standalone and self.topk == 1):
+            raise ValueError(
+                f"rejection sampling with standalone={self.standalone}, topk={self.topk}: it wants chains (topk 1) of "
+                "a draft model, whose probabilities it weighs"
+            )
+        if self.standalone and self.num_steps < 1:
+            raise ValueError(f"num_steps={self.num_steps} with a draft model: want at least 1")
+        check_width(topk=self.topk, num_steps=self.num_steps, num_nodes=self.num_nodes, standalone=self.standalone)
 
     @property
     def width(self) -> int:
@@ -126,7 +135,7 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
         model, *drafter, state, q_lens = args
         return extend(model, state, q_lens, drafter=drafter[0] if drafter else None, **kwargs)
 
-    common = dict(num_steps=config.num_steps, shapes=config.shapes, sampled=config.sampled)
+    common = dict(num_steps=config.num_steps, shapes=config.shapes, sampler=config.sampler)
     if config.standalone:
         step = functools.partial(standalone_round, topk=config.topk, num_nodes=config.width, **common)
     elif config.topk > 1:
@@ -135,13 +144,12 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
         step = functools.partial(decode_round, **common)
     table = {"round": lower(functools.partial(with_model, step), params, state, donate=1)}
     for rows in config.prefill_rows:
-        chunk = functools.partial(prefill, rows=rows, report_width=config.num_steps + 1, sampled=config.sampled)
+        chunk = functools.partial(prefill, rows=rows, report_width=config.num_steps + 1, sampler=config.sampler)
         table[f"prefill of {rows}"] = lower(
             functools.partial(with_model, chunk), params, state, ints((config.num_seqs,)), donate=1
         )
-    floats = jax.ShapeDtypeStruct((4,), jnp.float32)
-    seed = jax.ShapeDtypeStruct((), jnp.uint32)
-    row = (ints((config.max_context,)), ints((2,)), ints((config.max_stops,)))
-    table["admit"] = lower(admit, state, scalar, *row, floats, seed, donate=0)
+    row = (ints((config.max_context,)), ints((3,)), ints((config.max_stops,)))
+    sampling = jax.tree.map(lambda every: jax.ShapeDtypeStruct(every.shape[1:], every.dtype), state.sampling)
+    table["admit"] = lower(admit, state, scalar, *row, sampling, donate=0)
     table["release"] = lower(release, state, scalar, donate=0)
     return table

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 
 from jattn.serving.pages import PageAllocator
-from jattn.serving.request import Request
+from jattn.serving.request import Request, TokenLogprob
 
 NOT_RUNNING = -1  # the slot of a request that has none
 
@@ -16,6 +16,7 @@ class Sequence:
     index: int  # order of submission
     request: Request
     new_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)  # of new_ids, where the engine reports them
     num_prefilled: int = 0  # tokens whose prefill has been dispatched
     num_known: int = 0  # tokens known when it was admitted, then kept up by reports
     prefill_len: int = 0  # tokens to prefill: the prompt, and after a preemption what it had generated

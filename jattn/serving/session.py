@@ -34,7 +34,7 @@ class Session:
         max_context = self._max_context()
         num_slots = min(len(self.prompt_ids), options.max_batch)
         pages_each = -(-max_context // loaded.page_size)
-        num_steps = 0 if options.draft == "none" else options.num_steps
+        num_steps = 0 if options.draft == "none" else options.drafts
         with counting() as count:
             self.engine = Engine(
                 loaded.model,
@@ -47,7 +47,8 @@ class Session:
                 topk=options.topk,
                 num_nodes=options.num_nodes,
                 kind=loaded.platform.kind,
-                sampled=options.temperature > 0,
+                sampler=options.sampler,
+                drafter=loaded.drafter,
                 kv_dtype=KV_DTYPES[options.kv_dtype] if options.kv_dtype else loaded.model.embed.dtype,
                 on_program=lambda done, total: progress("programs", done, total),
             )
@@ -87,7 +88,8 @@ class Session:
             texts.append(safe)
             if hit is not None:
                 dropped = len(delta.new_ids) - at - 1
-                del sequence.new_ids[len(sequence.new_ids) - dropped :]
+                kept = len(sequence.new_ids) - dropped
+                del sequence.new_ids[kept:], sequence.logprobs[kept:]
                 self.engine.cancel(sequence)
                 sequence.finish_reason = "stop"
                 return self._keep(index, texts), True
@@ -117,6 +119,7 @@ class Session:
             compilations=self.compilations + compiled,
             compilations_while_serving=compiled,
             peak_rss_bytes=peak_rss_bytes(),
+            logprobs=None if self.options.logprobs is None else list(sequence.logprobs),
         )
 
     def _encode(self, at: int, prompt: Prompt) -> list[int]:

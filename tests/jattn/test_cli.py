@@ -83,6 +83,20 @@ def test_a_seed_gives_the_same_text_with_and_without_drafts(capsys, model):
     assert runs[0] == runs[1] != runs[2]
 
 
+@pytest.mark.parametrize(
+    "draft", [["--draft-layers", "1", "--topk", "2"], ["--temperature", "0.8", "--rejection-sampling"]], ids=" ".join
+)
+def test_a_draft_model_drafts(capsys, model, draft):
+    common = ["12 12", "--max-new-tokens", "12", "--ignore-eos", "--logprobs", "1", "--logit-bias", "5=-100"]
+    (row,) = rows(capsys, model, *common, "--draft", "standalone", *draft)
+    assert row["draft"] == "standalone" and row["compilations_while_serving"] == 0
+    assert len(row["logprobs"]) == len(row["ids"]) == 12 and 5 not in row["ids"]
+    assert all(one["logprob"] <= one["top"][0][1] <= 0 for one in row["logprobs"])
+    if "--temperature" not in draft:
+        (plain,) = rows(capsys, model, *common, "--draft", "none")
+        assert row["ids"] == plain["ids"]
+
+
 def test_text_streams_and_ends_with_one_line(capsys, model):
     status, out, _ = run(capsys, "generate", "--model", model, "12 12", "--max-new-tokens", "5", "--chat")
     assert status == 0
@@ -104,7 +118,26 @@ def test_narrow_caches_serve(capsys, model, kv_dtype):
         ([""], "prompt 0 is empty"),
         (["x", "--prompts", "y"], "want one of them"),
         (["--prompts", "/no/such/file"], "cannot read prompts"),
-        (["x", "--draft", "eagle"], "want one of none, ngram"),
+        (["x", "--draft", "eagle"], "want one of none, ngram, standalone"),
+        (["x", "--draft-layers", "1"], "draft_layers with draft 'ngram'"),
+        (["x", "--draft-model", "y"], "draft_model with draft 'ngram'"),
+        (["x", "--rejection-sampling"], "rejection_sampling with draft 'ngram'"),
+        (["x", "--draft", "standalone", "--draft-layers", "0"], "draft_layers=0: want at least 1"),
+        (["x", "--draft", "standalone", "--draft-layers", "9"], "the first 9 layers of a model of 2"),
+        (["x", "--draft", "standalone", "--topk", "2", "--rejection-sampling"], "want topk 1"),
+        (
+            ["x", "--draft", "standalone", "--topk", "2", "--num-steps", "1", "--num-draft-tokens", "4"],
+            "at most 3 nodes",
+        ),
+        (["x", "--draft", "standalone", "--draft-model", "/no/such"], "/no/such"),
+        (["x", "--repetition-penalty", "0"], "repetition_penalty=0.0"),
+        (["x", "--presence-penalty", "3"], "presence_penalty=3.0"),
+        (["x", "--frequency-penalty", "nan"], "frequency_penalty=nan"),
+        (["x", "--accept-threshold-single", "1.5"], "accept_threshold_single=1.5: want 0 to 1"),
+        (["x", "--accept-threshold-acc", "-1"], "accept_threshold_acc=-1.0: want 0 to 1"),
+        (["x", "--logit-bias", "5"], "--logit-bias '5': want a token id and a number"),
+        (["x", "--logit-bias", "99999=1"], "logit_bias of token 99999"),
+        (["x", "--logprobs", "21"], "logprobs=21: want 0 to 20"),
         (["x", "--num-steps", "0"], "want 1 to 63"),
         (["x", "--topk", "9"], "topk=9: want 1 (a chain) to 8"),
         (["x", "--topk", "2", "--num-steps", "3", "--num-draft-tokens", "8"], "at most 7 nodes"),

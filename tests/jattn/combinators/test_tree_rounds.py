@@ -15,6 +15,7 @@ from jattn.combinators.accept import append
 from jattn.combinators.round import to_the_front
 from jattn.combinators.tree import ROOT, DraftTree, link, walk
 from jattn.combinators.verify import verify_tree
+from jattn.sampling import SamplerConfig
 
 DEPTH = 4
 
@@ -28,9 +29,9 @@ def start(page_size: int, kv_dtype: str | None, nodes: int):
         tree = DraftTree(tokens=tokens, parents=parents, num_nodes=num_nodes)
         model = nnx.merge(graphdef, params)
         cache, targets = verify_tree(
-            model, state, tree, link(tree).bits, rows=SEQS * nodes, max_q_len=nodes, sampled=False
+            model, state, tree, link(tree).bits, rows=SEQS * nodes, max_q_len=nodes, sampler=SamplerConfig(random=False)
         )
-        path, out, accepted = walk(tree, targets, max_depth=DEPTH)
+        path, out, accepted = walk(tree, targets.tokens, max_depth=DEPTH)
         cache = to_the_front(cache, state, path, accepted)
         counts = 1 + accepted
         tokens = append(state.tokens, state.seq_lens + 1, out, counts)

@@ -11,6 +11,7 @@ from tiny_model import CONFIG
 
 from jattn.combinators.accept import accepted_lens, append
 from jattn.combinators.verify import verify
+from jattn.sampling import SamplerConfig
 
 STEPS = 4
 
@@ -24,10 +25,16 @@ def start():
     def advance(params, state, drafts, take):
         rows = SEQS * (1 + STEPS)
         cache, targets = verify(
-            nnx.merge(graphdef, params), state, drafts, take, rows=rows, max_q_len=1 + STEPS, sampled=False
+            nnx.merge(graphdef, params),
+            state,
+            drafts,
+            take,
+            rows=rows,
+            max_q_len=1 + STEPS,
+            sampler=SamplerConfig(random=False),
         )
-        counts = 1 + accepted_lens(drafts, take, targets)
-        tokens = append(state.tokens, state.seq_lens + 1, targets, counts)
+        counts = 1 + accepted_lens(drafts, take, targets.tokens)
+        tokens = append(state.tokens, state.seq_lens + 1, targets.tokens, counts)
         return dataclasses.replace(state, cache=cache, tokens=tokens, seq_lens=state.seq_lens + counts), counts
 
     return state, lambda *args: advance(params, *args)

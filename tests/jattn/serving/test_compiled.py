@@ -12,6 +12,7 @@ from tiny_model import tiny
 from jattn.cache import PagedKV
 from jattn.combinators.ngram import NUM_CLASSES
 from jattn.combinators.state import DecodeState
+from jattn.sampling import SamplerConfig
 from jattn.serving.compilations import counting
 from jattn.serving.programs import ProgramConfig, _lowerings
 
@@ -43,7 +44,7 @@ def test_a_program_updates_the_cache_in_place(program, draft, kv_dtype):
         max_stops=2,
         prefill_rows=(64,),
         kind="cpu",
-        sampled=True,
+        sampler=SamplerConfig(),
         **draft,
     )
     compiled = _lowerings(graphdef, params, state, config)[program]().compile()

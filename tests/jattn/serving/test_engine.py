@@ -7,6 +7,7 @@ import pytest
 from engines import serve
 from tiny_model import CONFIG, tiny
 
+from jattn.sampling import SamplerConfig
 from jattn.serving.engine import Engine
 from jattn.serving.request import Request
 
@@ -151,7 +152,7 @@ def test_a_prompt_that_cannot_fit_is_refused_with_the_sizes(engines):
 
 
 def test_a_greedy_engine_refuses_a_random_request(model):
-    engine = engine_of(model, num_slots=1, num_steps=0, sampled=False)
+    engine = engine_of(model, num_slots=1, num_steps=0, sampler=SamplerConfig(random=False))
     with pytest.raises(ValueError, match="temperature=0.5"):
         engine.submit(Request(prompt_ids=[1], temperature=0.5))
 

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jattn.serving.request import Request, check_ids
+from jattn.sampling import SamplerConfig
+from jattn.serving.request import Request, check_ids, check_offered
 
 NAN, INF = float("nan"), float("inf")
 
@@ -27,6 +28,14 @@ NAN, INF = float("nan"), float("inf")
         (dict(min_p=-0.1), r"min_p=-0.1: want at least 0 \(off\) and less than 1"),
         (dict(min_p=1.0), "min_p=1.0: want at least 0"),
         (dict(min_p=NAN), "min_p=nan: want at least 0"),
+        (dict(repetition_penalty=0.0), r"repetition_penalty=0.0: want more than 0 and at most 2 \(1 is off\)"),
+        (dict(repetition_penalty=NAN), "repetition_penalty=nan: want more than 0"),
+        (dict(presence_penalty=2.5), r"presence_penalty=2.5: want -2 to 2 \(0 is off\)"),
+        (dict(frequency_penalty=-INF), "frequency_penalty=-inf: want -2 to 2"),
+        (dict(logit_bias={7: 101.0}), "logit_bias of token 7 is 101.0: want -100 to 100"),
+        (dict(logit_bias={7: NAN}), "logit_bias of token 7 is nan"),
+        (dict(accept_threshold_single=-0.1), "accept_threshold_single=-0.1: want 0 to 1"),
+        (dict(accept_threshold_acc=1.5), "accept_threshold_acc=1.5: want 0 to 1"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_value_and_the_rule(fields, message):
@@ -50,6 +59,12 @@ def test_a_wrong_field_is_named_with_its_value_and_the_rule(fields, message):
         dict(seed=-1),
         dict(seed=2**40),
         dict(stop_ids=(0, 2)),
+        dict(repetition_penalty=2.0),
+        dict(presence_penalty=-2.0),
+        dict(frequency_penalty=2.0),
+        dict(logit_bias={0: -100.0, 5: 100.0}),
+        dict(accept_threshold_single=0.0),
+        dict(accept_threshold_acc=1.0),
     ],
     ids=str,
 )
@@ -72,3 +87,30 @@ def test_the_first_id_without_an_embedding_is_named(ids, first):
 
 def test_ids_with_an_embedding_pass():
     check_ids([0, 99, 50], 100)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (dict(temperature=0.5), r"temperature=0.5: this engine was built with SamplerConfig\(random=False\)"),
+        (dict(repetition_penalty=1.1), r"a penalty is set: .*penalties=False"),
+        (dict(presence_penalty=0.1), r"a penalty is set: .*penalties=False"),
+        (dict(logit_bias={3: 1.0}), "1 logit biases: .*num_biases=0"),
+        (dict(temperature=1.0, accept_threshold_acc=0.5), "accept_threshold_acc=0.5: .*thresholds=False"),
+    ],
+    ids=str,
+)
+def test_what_the_programs_lack_is_refused(fields, says):
+    sampler = SamplerConfig(random="accept_threshold_acc" in fields)
+    with pytest.raises(ValueError, match=says):
+        check_offered(Request(prompt_ids=[1], **fields), sampler, 100)
+    check_offered(
+        Request(prompt_ids=[1], accept_threshold_acc=0.5), sampler, 100
+    )  # a greedy request heeds no threshold
+    check_offered(Request(prompt_ids=[1], **fields), SamplerConfig(thresholds=True, penalties=True, num_biases=1), 100)
+
+
+@pytest.mark.parametrize("token", [-1, 100])
+def test_a_bias_of_an_unknown_token_is_refused(token):
+    with pytest.raises(ValueError, match=f"logit_bias of token {token}: this model's ids are 0 to 99"):
+        check_offered(Request(prompt_ids=[1], logit_bias={token: 1.0}), SamplerConfig(num_biases=1), 100)

@@ -5,6 +5,7 @@ what its request owns shows as a wrong row.
 """
 
 import dataclasses
+import types
 from typing import Any
 from unittest import mock
 
@@ -69,14 +70,12 @@ class Device:
             round=lambda _, state: self.round(state), prefill=chunks, admit=self.admit, release=self.release
         )
 
-    def admit(self, state, slot, tokens, lens, stop_ids, sampling, seed):
-        known = int(lens[0])
+    def admit(self, state, slot, tokens, lens, stop_ids, sampling):
+        known, seed = int(lens[0]), int(sampling.seed)
         assert self.slots[slot].status not in (Status.PREFILL, Status.DECODE)
         stops = tuple(int(stop) for stop in stop_ids if stop >= 0)
-        self.slots[slot] = Slot(
-            seed=int(seed), prompt_len=known, limit=int(lens[1]), stop_ids=stops, status=Status.PREFILL
-        )
-        assert tokens[:known].tolist() == [self.tokens(int(seed), i) for i in range(known)]  # and what it had made
+        self.slots[slot] = Slot(seed=seed, prompt_len=known, limit=int(lens[2]), stop_ids=stops, status=Status.PREFILL)
+        assert tokens[:known].tolist() == [self.tokens(seed, i) for i in range(known)]  # and what it had made
         return state
 
     def release(self, state, slot):
@@ -174,6 +173,7 @@ class Device:
 class Stub(nnx.Module):
     def __init__(self):
         self.spec = AttnSpec(num_q_heads=1, num_kv_heads=1, head_dim=1)
+        self.config = types.SimpleNamespace(vocab_size=2**31 - 1)
 
 
 def engine_on(device, *, num_slots, num_pages, page_size, num_steps, max_context=48):

@@ -1,5 +1,6 @@
 """Sampling against a float64 oracle that sorts: kept sets are exact, draws are within the bound of a right sampler."""
 
+import dataclasses
 from typing import Any
 
 import cases
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from jattn import sampling
-from jattn.sampling import SamplingParams, greedy
+from jattn.sampling import SamplingParams, draw, greedy
 
 N = 20_000  # samples of a distribution
 sample = jax.jit(sampling.sample, static_argnums=3)
@@ -22,7 +23,8 @@ def params(n, *, temperature: Any = 1.0, top_k: Any = 0, top_p: Any = 1.0, min_p
     def column(value, dtype):
         return jnp.asarray(np.broadcast_to(np.asarray(value), (n,)), dtype)
 
-    return SamplingParams(
+    return dataclasses.replace(
+        SamplingParams.greedy(n),
         temperature=column(temperature, jnp.float32),
         top_k=column(top_k, jnp.int32),
         top_p=column(top_p, jnp.float32),
@@ -270,7 +272,7 @@ def test_no_coin_lands_on_a_token_without_mass():
     on = cdf / cdf[-1]
     coins = np.concatenate([on, np.nextafter(on, np.float32(0)), np.nextafter(on, np.float32(2))])
     coins = np.concatenate([coins[coins < 1], [0.0, np.nextafter(np.float32(1), np.float32(0))]]).astype(np.float32)
-    got = np.asarray(sampling._pick(jnp.asarray(np.broadcast_to(probs, (len(coins), width))), jnp.asarray(coins)))
+    got = np.asarray(draw.pick(jnp.asarray(np.broadcast_to(probs, (len(coins), width))), jnp.asarray(coins)))
     assert (probs[got] > 0).all()
     exact = np.cumsum(probs.astype(np.float64))
     assert (coins < exact[got] / exact[-1] + 1e-6).all()
