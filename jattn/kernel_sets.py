@@ -45,7 +45,7 @@ KERNELS: tuple[KernelRow, ...] = (
     KernelRow(
         set="hopper",
         op="attend",
-        provides=_BASE | _MODEL | {Feature.FULL, Feature.TREE},
+        provides=_BASE | _MODEL | {Feature.FULL, Feature.TREE, Feature.FP8_KV},
         function=attention_sm90.paged_attention,
         ragged=attention_xla.ragged_attention,  # packed keys have no kernel of their own yet
         interpreted=attention_xla.paged_attention,  # the interpreter takes seconds a block
@@ -53,7 +53,7 @@ KERNELS: tuple[KernelRow, ...] = (
     KernelRow(
         set="hopper",
         op="write_kv",
-        provides=_ALL_MHA - _KV,
+        provides=_ALL_MHA - _KV | {Feature.FP8_KV},
         function=kv_write_sm90.write_kv,
         interpreted=kv_write_xla.write_kv,
     ),

@@ -69,6 +69,7 @@ class Attention:
     window: int | None = None
     cap: float | None = None
     sinks: bool = False
+    kv_dtype: str | None = None
     config: Config | None = None
 
     def build(self) -> tuple[Callable, dict]:
@@ -80,10 +81,11 @@ class Attention:
 
         i32 = functools.partial(shape, dtype="int32")
         pool = (self.seqs * room, self.page, self.kv_heads)
+        stored = "uint8" if self.kv_dtype else self.dtype
         arrays = dict(
             q=shape(tokens, heads, self.dim),
-            k_pages=shape(*pool, self.dim),
-            v_pages=shape(*pool, self.v_dim or self.dim),
+            k_pages=shape(*pool, self.dim, dtype=stored),
+            v_pages=shape(*pool, self.v_dim or self.dim, dtype=stored),
             page_table=i32(self.seqs, room),
             seq_lens=i32(self.seqs),
             cu_q_lens=i32(self.seqs + 1),
@@ -95,6 +97,8 @@ class Attention:
                 tree_kv_positions=i32(self.seqs, self.q_len),
                 q_positions=i32(tokens),
             )
+        if self.kv_dtype:
+            arrays |= dict(k_scale=shape(dtype="float32"), v_scale=shape(dtype="float32"))
         if self.sinks:
             arrays["sinks"] = shape(heads, dtype="float32")
         static = dict(
@@ -103,6 +107,7 @@ class Attention:
             mask=self.mask,
             sliding_window=self.window,
             logit_soft_cap=self.cap,
+            kv_dtype=self.kv_dtype,
             config=self.config,
         )
         return lambda arrays: attention.paged_attention(**arrays, **static), arrays
@@ -132,14 +137,22 @@ class Write:
     kv_heads: int = 8
     dim: int = 128
     dtype: str = "bfloat16"
+    kv_dtype: str | None = None
 
     def build(self) -> tuple[Callable, dict]:
         """The call, and the shapes of its arrays."""
         pages, rows = ((*lead, self.kv_heads, self.dim) for lead in ((64, 16), (32,)))
-        pool, row = (jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for shape in (pages, rows))
+        pool = jax.ShapeDtypeStruct(pages, jnp.dtype("uint8" if self.kv_dtype else self.dtype))
+        row = jax.ShapeDtypeStruct(rows, jnp.dtype(self.dtype))
         slots = jax.ShapeDtypeStruct((32,), jnp.int32)
         arrays = dict(k_pages=pool, v_pages=pool, k=row, v=row, slots=slots)
-        return lambda arrays: kv_write.write_kv(**arrays), arrays
+        if self.kv_dtype:
+            scale = jax.ShapeDtypeStruct((), jnp.float32)
+            arrays |= dict(k_scale=scale, v_scale=scale)
+        return lambda arrays: kv_write.write_kv(**arrays, kv_dtype=self.kv_dtype), arrays
+
+
+_NARROW = ("float8_e4m3fn", "float8_e5m2")
 
 
 def _attention_cases() -> list[Attention]:
@@ -156,6 +169,14 @@ def _attention_cases() -> list[Attention]:
     cases += [Attention(seqs=64, q_len=64, mask="tree", window=1000, cap=30.0, sinks=True)]
     cases += [Attention(dtype="float16"), Attention(v_dim=64), Attention(q_len=8, mask="full")]
     cases += [Attention(config=dataclasses.replace(_base(), parts=0, splits=True, part_blocks=8))]
+    short = functools.partial(Attention, seqs=1, config=Config(stages=2, cluster=8))
+    cases += [short(), short(page=1), short(sinks=True, dim=80), short(q_len=4, v_dim=64)]
+    for kind in _NARROW:
+        narrow = functools.partial(Attention, kv_dtype=kind)
+        cases += [narrow(seqs=seqs, page=page) for seqs in (1, 64) for page in (1, 16, 64)]
+        cases += [narrow(dim=dim) for dim in attention.HEAD_DIMS] + [narrow(dim=80, page=1), narrow(dtype="float16")]
+        cases += [narrow(q_len=q_len, mask="tree") for q_len in (16, 64)]
+        cases += [narrow(**everything), narrow(q_len=16, mask="tree", **everything)]
     return cases
 
 
@@ -165,7 +186,10 @@ def _base() -> Config:
 
 KERNELS: dict[str, Callable[[], list]] = {
     "hopper/attend": _attention_cases,
-    "hopper/write_kv": lambda: [Write(), Write(3, 64), Write(1, 80, "float16"), Write(8, 256, "float32")],
+    "hopper/write_kv": lambda: [
+        *(Write(), Write(3, 64), Write(1, 80, "float16"), Write(8, 256, "float32")),
+        *(Write(heads, 64, dtype, kind) for heads in (1, 8) for dtype in ("bfloat16", "float32") for kind in _NARROW),
+    ],
     "hopper/merge_states": lambda: [Merge(), Merge(v_dim=64), Merge(v_dim=256), Merge(splits=16, v_dim=80)],
 }
 

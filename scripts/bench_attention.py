@@ -236,7 +236,8 @@ def ours(shape: Shape, config: Config) -> tuple[Callable, Callable]:
             num_tokens=tokens,
             max_q_len=shape.q_len,
             group=shape.q_heads // shape.kv_heads,
-            kv_room=plan["page_table"].shape[1] * shape.page,
+            page_table=plan["page_table"],
+            page_size=shape.page,
         )
 
     def attend(q, k, v, plan, schedule):

@@ -5,12 +5,14 @@ Source: arXiv:2205.14135, algorithm 1; arXiv:2309.06180 (paging); https://pytorc
 # Settings are passed on as mappings, which the checker cannot follow, and `pl.kernel` is typed as a decorator.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._common import masks, rows
+from pallas_kernels._common import float8, masks, rows
 from pallas_kernels._common.masks import Rules
 from pallas_kernels.attention import mosaic_gpu_sm90_schedule as schedules
 from pallas_kernels.attention.mosaic_gpu_sm90_config import HEAD_DIMS, PAGE_SIZES, Config, heuristic
@@ -41,6 +43,7 @@ def paged_attention(
     q_positions: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    kv_dtype: jax.typing.DTypeLike | None = None,
     num_splits: int = 1,
     config: Config | None = None,
     schedule: Schedule | None = None,
@@ -48,13 +51,20 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of packed queries over pages that already hold their keys; see `pallas_kernels.attention.xla`.
 
-    Args: as there, in bfloat16 or float16 throughout. config: sizes; None takes `heuristic`. schedule: made with the
-      same lengths and config; None makes it here (it is alike for all layers: XLA moves it out of a loop over them).
+    Args: as there, with q in bfloat16 or float16, and pages in the same or in 8-bit floats (as their bits or
+      themselves) with scalar scales above 0 or none; 8-bit NaN and infinity read as numbers.
+      config: sizes; None takes `heuristic`.
+      schedule: made with the same lengths and config; None makes it here (it is alike for all layers: XLA moves it out
+      of a loop over them).
     Returns, raises: as there; also ValueError for a dtype, head dim, page size or group this kernel was not built for.
     """
     tokens, q_heads, k_dim = q.shape
     pages, page_size, kv_heads, v_dim = v_pages.shape
-    _check(q, k_pages, v_pages, k_scale, v_scale)
+    kind = float8.kind_of(k_pages, kv_dtype)
+    _check(q, k_pages, v_pages, k_scale, v_scale, kind)
+    narrow = kind in float8.KINDS
+    if narrow:
+        k_pages, v_pages = (float8.to_stored(x, jnp.uint8) for x in (k_pages, v_pages))
     if not sm_scale > 0:
         raise ValueError(
             f"sm_scale={sm_scale}: the Hopper kernel takes maxima before it scales, so want a positive one"
@@ -74,7 +84,16 @@ def paged_attention(
         kv_room=page_table.shape[1] * page_size,
         page_size=page_size,
         plain_tree=tree is not None and sliding_window is None and logit_soft_cap is None,
+        narrow_kv=narrow,
     )
+    if (narrow and config.groups > 1) or (page_size < 8 and config.copies_apart):
+        raise ValueError(
+            f"{config} for pages of {page_size} tokens of {kind}: 8-bit values are widened, and small pages gathered, "
+            "by the one warpgroup of groups=1, copier=False"
+        )
+    if interpret and config.cluster > 1:  # the interpreter reads no other program's memory
+        parts = config.cluster * seq_lens.shape[0]
+        config = dataclasses.replace(config, cluster=1, splits=True, parts=parts)
     if schedule is None:
         schedule = schedules.make(
             config,
@@ -85,7 +104,8 @@ def paged_attention(
             num_tokens=tokens,
             max_q_len=max_q_len,
             group=group,
-            kv_room=page_table.shape[1] * page_size,
+            page_table=page_table,
+            page_size=page_size,
         )
     static = Static(
         config=config,
@@ -100,6 +120,8 @@ def paged_attention(
         block_q=schedules.tokens_a_tile(config, group=group, max_q_len=max_q_len),
         words=0 if schedule.bits is None else schedule.bits.shape[1],
         sinks=sinks is not None,
+        dtype=q.dtype,
+        narrow=kind if narrow else None,
         interpret=bool(interpret),
     )
     arrays = Arrays(
@@ -114,6 +136,8 @@ def paged_attention(
         bits=schedule.bits,
         low=schedule.low,
         sinks=sinks,
+        k_scale=None if k_scale is None else k_scale.reshape(1),
+        v_scale=None if v_scale is None else v_scale.reshape(1),
         out=None,
         lse=None,
         parts=None,
@@ -146,13 +170,18 @@ def _launch(static: Static, arrays: Arrays, out_dtype, interpret) -> tuple[jax.A
         named = dict(zip((*given, *results), refs, strict=True))
         held = Arrays(**(dict.fromkeys(Arrays._fields) | named))
         run = lambda smem: program(static, held, smem)  # noqa: E731
-        pl.run_scoped(run, scratch(static, arrays.k.dtype), collective_axes="warpgroups" if config.groups > 1 else ())
+        pl.run_scoped(run, scratch(static), collective_axes="warpgroups" if config.copies_apart else ())
 
-    threads = dict(num_threads=config.groups + 1, thread_name="warpgroups") if config.groups > 1 else {}
+    threads = dict(num_threads=config.groups + 1, thread_name="warpgroups") if config.copies_apart else {}
+    names, cluster = ("items", "kv_heads"), {}
+    if config.cluster > 1:
+        cluster = dict(cluster=(config.cluster,), cluster_names=("parts",))
     launch = pl.kernel(
         body,
         out_type=tuple(jax.ShapeDtypeStruct(*shape) for shape in results.values()),
-        mesh=plgpu.Mesh(grid=(arrays.items.shape[0], static.kv_heads), grid_names=("items", "kv_heads"), **threads),
+        mesh=plgpu.Mesh(
+            grid=(arrays.items.shape[0] // config.cluster, static.kv_heads), grid_names=names, **cluster, **threads
+        ),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         cost_estimate=_cost(static, arrays),
         interpret=interpret,
@@ -173,17 +202,19 @@ def _cost(static: Static, arrays: Arrays) -> pl.CostEstimate:
     )
 
 
-def _check(q, k_pages, v_pages, k_scale, v_scale) -> None:
+def _check(q, k_pages, v_pages, k_scale, v_scale, kind) -> None:
     kinds = (jnp.bfloat16, jnp.float16)
-    if q.dtype not in kinds or k_pages.dtype != q.dtype or v_pages.dtype != q.dtype:
+    if q.dtype not in kinds or kind not in (q.dtype, *float8.KINDS) or v_pages.dtype != k_pages.dtype:
         raise ValueError(
-            f"q, k_pages, v_pages are {q.dtype}, {k_pages.dtype}, {v_pages.dtype}: the Hopper kernel wants all "
-            "bfloat16 or all float16; resolve with prefer=('xla',)"
+            f"q, k_pages, v_pages are {q.dtype}, {kind}, {v_pages.dtype}: the Hopper kernel wants bfloat16 or float16 "
+            "queries, and pages of the same or of 8-bit floats; resolve with prefer=('xla',)"
         )
-    if k_scale is not None or v_scale is not None:
-        raise ValueError(
-            "k_scale or v_scale given: the Hopper kernel reads unscaled pages; resolve with prefer=('xla',)"
-        )
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None and (scale.ndim or kind not in float8.KINDS):
+            raise ValueError(
+                f"{name} f32{list(scale.shape)} for pages of {kind}: the Hopper kernel takes one scale for all 8-bit "
+                "values; resolve with prefer=('xla',)"
+            )
     heads, k_dim, v_dim, size = q.shape[1], q.shape[2], v_pages.shape[3], k_pages.shape[1]
     kv_heads = k_pages.shape[2]
     if k_pages.shape[:3] != v_pages.shape[:3] or k_pages.shape[3] != k_dim or heads % kv_heads:

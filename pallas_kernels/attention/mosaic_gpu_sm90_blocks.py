@@ -5,6 +5,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import mosaic_gpu_sm90_copy as copies
+from pallas_kernels.attention.mosaic_gpu_sm90_float8 import widen
 from pallas_kernels.attention.mosaic_gpu_sm90_records import Arrays, Item, Static
 
 
@@ -19,7 +20,7 @@ class Blocks:
         self.static, self.smem, self.item = static, smem, item
         self.pools = dict(k=arrays.k, v=arrays.v)
         self.stages = static.config.stages
-        self.copies_itself = static.config.groups == 1
+        self.copies_itself = not static.config.copies_apart
         self.source = copies.Source(
             page_table=arrays.page_table,
             seq=item.seq,
@@ -36,11 +37,10 @@ class Blocks:
         """Place of a block in its ring."""
         return lax.rem(block - self.item.begin, self.stages)
 
-    def fill(self) -> None:
-        """Start the first blocks."""
-        firsts = [self.item.begin + i for i in range(self.stages)]
-        all_ids = [self.source.ids(block) for block in firsts]  # one wait for the table, not one a block
-        for block, ids in zip(firsts, all_ids, strict=True):
+    def fill(self, all_ids: list[tuple]) -> None:
+        """Start the first blocks, from their page ids."""
+        for i, ids in enumerate(all_ids):
+            block = self.item.begin + i
             self.start("k", block, ids)
             self.start("v", block, ids)
             self._commit()
@@ -79,15 +79,31 @@ class Blocks:
             else:
                 copies.wait_barrier(full, stage, lax.div(block - self.item.begin, self.stages) & 1)
 
-    def release(self, keys, values, ids: tuple) -> None:
+    def read(self, name: str, block):
+        """A block that is there, in the layout that products read."""
+        place = self.smem[f"{name}_ring"].at[self.stage(block)]
+        if self.static.narrow is None:
+            return place
+        wide = self.smem[f"{name}_wide"]
+        if self.static.interpret:
+            wide[...] = lax.bitcast_convert_type(place[...], self.static.narrow).astype(wide.dtype)
+        else:
+            widen(self.smem[f"{name}_ring"], wide, self.stage(block), self.static.narrow)
+        return wide
+
+    def release(self, name: str, block) -> None:
+        """Hand back a block of keys ("k") or values ("v") to the copying warpgroup: all products have read it."""
+        plgpu.barrier_arrive(self.smem[f"{name}_free"].at[self.stage(block)])
+
+    def renew(self, keys, values, ids: tuple) -> None:
         """Hand back block `keys` of the keys and `values` of the values (None: none): all products have read them.
 
         ids: page ids of the blocks that take their places.
         """
         if not self.copies_itself:
-            plgpu.barrier_arrive(self.smem["k_free"].at[self.stage(keys)])
+            self.release("k", keys)
             if values is not None:
-                plgpu.barrier_arrive(self.smem["v_free"].at[self.stage(values)])
+                self.release("v", values)
             return
         if not self.static.interpret:
             copies.warpgroup_barrier()  # all four warps have read what the copies overwrite

@@ -33,10 +33,11 @@ def swizzle_bytes(dim: int, itemsize: int) -> int:
 
 def tiled(shape: tuple[int, ...], dtype):
     """Shared memory in the layout that products read."""
-    return plgpu.SMEM(shape, dtype, transforms=_transforms(shape[-1], jnp.dtype(dtype).itemsize)[1])
+    return plgpu.SMEM(shape, dtype, transforms=transforms(shape[-1], jnp.dtype(dtype).itemsize)[1])
 
 
-def _transforms(dim: int, itemsize: int) -> tuple[int, tuple]:
+def transforms(dim: int, itemsize: int) -> tuple[int, tuple]:
+    """Swizzle of rows of `dim` in bytes, and the transforms of that layout."""
     swizzle = swizzle_bytes(dim, itemsize)
     return swizzle, (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
 
@@ -55,7 +56,7 @@ def init_barriers(*refs) -> None:
         for ref, memref in zip(refs, memrefs, strict=True):
             for i in range(ref.shape[0] // 2):
                 nvvm.mbarrier_init(_barrier(memref, _i32(i)).get_ptr(), _i32(1), predicate=one)
-        _asm("fence.mbarrier_init.release.cluster;")
+        asm("fence.mbarrier_init.release.cluster;")
         gpu.barrier()
 
     inline(*refs)
@@ -75,7 +76,7 @@ def wait_barrier(ref, stage, phase) -> None:
 
 
 def _expect(barrier, nbytes: int, one) -> None:
-    _asm(
+    asm(
         "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], $2; }",
         arith.extui(ir.IntegerType.get_signless(32), one),
         llvm.ptrtoint(ir.IntegerType.get_signless(32), barrier.get_ptr()),
@@ -147,9 +148,11 @@ class Source(NamedTuple):
 
     def _engine(self, pages, ring, full, stage, block, ids: tuple, when, first_warp: int) -> None:
         rows, dim, size = min(self.block, self.page), pages.shape[3], jnp.dtype(pages.dtype).itemsize
-        swizzle, transforms = _transforms(dim, size)
+        swizzle, layout = _layout(pages, ring)
         scalar = plgpu.Layout.WG_SPLAT(())
-        types = (plgpu.RefType(), plgpu.RefType(transforms), plgpu.RefType(), *[scalar] * (4 + len(ids)))
+        types = (plgpu.RefType(), plgpu.RefType(layout), plgpu.RefType(), *[scalar] * (4 + len(ids)))
+        tiling = () if swizzle is None else (mgpu.TileTransform((8, swizzle // size)),)
+        unit = 1 if swizzle is None else 8  # rows that an index of the ring steps over
 
         @plgpu.inline_mgpu(arg_types=types)
         def inline(ctx, pool, smem, barriers, *scalars):
@@ -164,12 +167,12 @@ class Source(NamedTuple):
                     if mine == 0:  # bytes may arrive before they are announced: the phase waits for this arrival
                         _expect(barrier, self.block * dim * size, one)
                     for j in range(mine, len(pages_), 4):
-                        target = utils.memref_slice(smem, (_index(stage), mgpu.ds(j * (rows // 8), rows // 8)))
+                        target = utils.memref_slice(smem, (_index(stage), mgpu.ds(j * (rows // unit), rows // unit)))
                         ctx.async_copy(
                             src_ref=pool,
                             dst_ref=target,
                             gmem_slice=(_index(pages_[j]), mgpu.ds(_index(start), rows), _index(head)),
-                            gmem_transform=(mgpu.TileTransform((8, swizzle // size)),),
+                            gmem_transform=tiling,
                             swizzle=swizzle,
                             barrier=barrier,
                             arrive=False,
@@ -189,8 +192,8 @@ class Source(NamedTuple):
     def _gather(self, pages, ring, stage, block) -> None:
         scalar = plgpu.Layout.WG_SPLAT(())
         dim, size = pages.shape[3], jnp.dtype(pages.dtype).itemsize
-        swizzle, transforms = _transforms(dim, size)
-        types = (plgpu.RefType(), plgpu.RefType(), plgpu.RefType(transforms), *[scalar] * 6)
+        swizzle, layout = _layout(pages, ring)
+        types = (plgpu.RefType(), plgpu.RefType(), plgpu.RefType(layout), *[scalar] * 6)
 
         @plgpu.inline_mgpu(arg_types=types)
         def inline(_, table, pool, smem, *scalars):
@@ -225,15 +228,25 @@ def arrivals(block: int, page: int) -> int:
 
 def commit_gathered() -> None:
     """Close a group of gathered copies."""
-    _do(lambda: _asm("cp.async.commit_group;"))
+    _do(lambda: asm("cp.async.commit_group;"))
 
 
 def wait_gathered(groups: int) -> None:
     """Wait until at most the last `groups` groups are under way, for the whole warpgroup and for products to read."""
 
     def wait():
-        _asm(f"cp.async.wait_group {groups};")
-        _asm("fence.proxy.async.shared::cta;")
+        asm(f"cp.async.wait_group {groups};")
+        asm("fence.proxy.async.shared::cta;")
+        utils.warpgroup_barrier()
+
+    _do(wait)
+
+
+def handed_over() -> None:
+    """Wait until all of this warpgroup has stored to shared memory what products read next."""
+
+    def wait():
+        asm("fence.proxy.async.shared::cta;")
         utils.warpgroup_barrier()
 
     _do(wait)
@@ -244,6 +257,35 @@ def warpgroup_barrier() -> None:
     _do(utils.warpgroup_barrier)
 
 
+_TURNS = 14  # hardware barriers 14 and 15; Mosaic GPU counts from 1, one a warpgroup
+
+
+def take_turn(who) -> None:
+    """Wait until the other of two computing warpgroups has ended its turn."""
+    _turn("bar.sync", who, lambda me: me)
+
+
+def end_turn(who) -> None:
+    """Let the other of two computing warpgroups go on."""
+    _turn("bar.arrive", who, lambda me: arith.xori(me, _i32(1)))
+
+
+def _turn(instruction: str, who, whose: Callable) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),))
+    def inline(_, who):
+        barrier = arith.addi(whose(who.registers.item()), _i32(_TURNS))
+        asm(f"{instruction} $0, {2 * utils.WARPGROUP_SIZE};", barrier, constraints="r")
+
+    inline(jnp.asarray(who, jnp.int32))
+
+
+def cluster_barrier(*, reads: bool = True) -> None:
+    """Wait for all threads of the cluster that have not ended; if `reads`, what they wrote can be read then."""
+    arrive = "release" if reads else "relaxed"
+    _do(lambda: asm(f"barrier.cluster.arrive.{arrive}.aligned;"))
+    _do(lambda: asm("barrier.cluster.wait.acquire.aligned;"))
+
+
 def _do(code: Callable[[], Any]) -> None:
     @plgpu.inline_mgpu()
     def inline(_):
@@ -252,33 +294,56 @@ def _do(code: Callable[[], Any]) -> None:
     inline()
 
 
-def _asm(text: str, *operands, constraints: str = "") -> None:
+def asm(text: str, *operands, constraints: str = "") -> None:
+    """An instruction without a result, which stays where it is."""
     llvm.inline_asm(ir.Type.parse("!llvm.void"), list(operands), text, constraints, has_side_effects=True)
 
 
-def _copy_rows(smem, stage, row_at: Callable, rows: int, row_bytes: int, swizzle: int) -> None:
+def _layout(pages, ring) -> tuple[int | None, tuple]:
+    # swizzle and transforms of a ring that holds pages as they are; 8-bit ones lie row after row
+    if jnp.dtype(ring.dtype).itemsize == 1:
+        return None, ()
+    return transforms(pages.shape[3], jnp.dtype(ring.dtype).itemsize)
+
+
+def _copy_rows(smem, stage, row_at: Callable, rows: int, row_bytes: int, swizzle: int | None) -> None:
     # chunk n of a block, n = thread + 128 i: row n // chunks, bytes 16 * (n % chunks) of it
     i8 = ir.IntegerType.get_signless(8)
     lane = arith.remui(utils.thread_idx(), _i32(utils.WARPGROUP_SIZE))
     chunks = row_bytes // _CHUNK
-    base = arith.addi(_shared_address(smem), arith.muli(stage, _i32(rows * row_bytes)))
-    for i in range(rows * chunks // utils.WARPGROUP_SIZE):
-        linear = arith.addi(lane, _i32(i * utils.WARPGROUP_SIZE))
+    base = arith.addi(shared_address(smem), arith.muli(stage, _i32(rows * row_bytes)))
+
+    def copy(linear):
         row, byte = arith.divui(linear, _i32(chunks)), arith.muli(arith.remui(linear, _i32(chunks)), _i32(_CHUNK))
         source = utils.getelementptr(row_at(row), [byte], i8)
-        inner = arith.addi(
-            arith.muli(arith.remui(row, _i32(8)), _i32(swizzle)), arith.remui(byte, _i32(swizzle))
-        )  # within a tile of 8 rows by `swizzle` bytes, whose 16-byte chunks are permuted by address bits 7 and on
-        bits = arith.andi(arith.shrui(inner, _i32(7)), _i32(swizzle // _CHUNK - 1))
-        inner = arith.xori(inner, arith.shli(bits, _i32(4)))
-        tile = arith.addi(
-            arith.muli(arith.divui(row, _i32(8)), _i32(row_bytes // swizzle)), arith.divui(byte, _i32(swizzle))
-        )
-        target = arith.addi(base, arith.addi(arith.muli(tile, _i32(8 * swizzle)), inner))
-        _asm("cp.async.cg.shared.global [$0], [$1], 16;", target, source, constraints="r,l")
+        target = arith.addi(base, swizzled(row, byte, row_bytes, swizzle))
+        asm("cp.async.cg.shared.global [$0], [$1], 16;", target, source, constraints="r,l")
+
+    for start in range(0, rows * chunks, utils.WARPGROUP_SIZE):
+        linear = arith.addi(lane, _i32(start))
+        if start + utils.WARPGROUP_SIZE <= rows * chunks:
+            copy(linear)
+        else:
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, linear, _i32(rows * chunks))):
+                copy(linear)
 
 
-def _shared_address(smem):
+def swizzled(row, byte, row_bytes: int, swizzle: int | None):
+    """Offset of a 16-byte chunk in a block of rows laid in tiles of 8 rows by `swizzle` bytes; None: row after row."""
+    if swizzle is None:
+        return arith.addi(arith.muli(row, _i32(row_bytes)), byte)
+    inner = arith.addi(arith.muli(arith.remui(row, _i32(8)), _i32(swizzle)), arith.remui(byte, _i32(swizzle)))
+    # within a tile the chunks are permuted by address bits 7 and on
+    bits = arith.andi(arith.shrui(inner, _i32(7)), _i32(swizzle // _CHUNK - 1))
+    inner = arith.xori(inner, arith.shli(bits, _i32(4)))
+    tile = arith.addi(
+        arith.muli(arith.divui(row, _i32(8)), _i32(row_bytes // swizzle)), arith.divui(byte, _i32(swizzle))
+    )
+    return arith.addi(arith.muli(tile, _i32(8 * swizzle)), inner)
+
+
+def shared_address(smem):
+    """Address of a reference within shared memory, i32."""
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(smem))
 
 

@@ -19,10 +19,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._common.masks import Rules
 from pallas_kernels.attention import mosaic_gpu_sm90_copy as copies
+from pallas_kernels.attention import mosaic_gpu_sm90_masks as masks
+from pallas_kernels.attention import mosaic_gpu_sm90_merge as merge
 from pallas_kernels.attention import mosaic_gpu_sm90_rows as rows_io
 from pallas_kernels.attention.mosaic_gpu_sm90_blocks import Blocks
 from pallas_kernels.attention.mosaic_gpu_sm90_records import Arrays, Item, Static
 from pallas_kernels.attention.mosaic_gpu_sm90_rows import ROW, TILE, Rows
+from pallas_kernels.attention.mosaic_gpu_sm90_schedule import pages_a_block
 
 _LOG2E = math.log2(math.e)
 
@@ -31,7 +34,9 @@ def program(static: Static, arrays: Arrays, smem: dict) -> None:
     """Body of a program."""
     config = static.config
     at, head = lax.axis_index("items"), lax.axis_index("kv_heads")
-    item = Item(*(arrays.items[at, i] for i in range(len(Item._fields))))
+    if config.cluster > 1:
+        at = at * config.cluster + lax.axis_index("parts")
+    item, firsts = _load_item(static, arrays, at)
     first = arrays.unserved[0] + at  # loaded here, where its way is shared
 
     @pl.when(item.tokens > 0)
@@ -39,29 +44,42 @@ def program(static: Static, arrays: Arrays, smem: dict) -> None:
         blocks = Blocks(static, arrays, smem, item, head)
         if not static.interpret:
             copies.init_barriers(smem["k_full"], smem["v_full"])
-        if config.groups == 1:
-            blocks.fill()
+        if not config.copies_apart:
+            blocks.fill(firsts)
             _compute(static, arrays, smem, item, at, head, jnp.int32(0), blocks)
             return
         who = lax.axis_index("warpgroups")
 
         @pl.when(who < config.groups)
         def _():
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(240 if config.groups > 1 else 248, action="increase")
             _compute(static, arrays, smem, item, at, head, who, blocks)
 
         @pl.when(who == config.groups)
         def _():
             plgpu.set_max_registers(24, action="decrease")
-            blocks.fill()
+            blocks.fill(firsts)
             blocks.run()
 
     @pl.when(first < static.num_tokens)
     def _():
-        if config.groups == 1:
+        if not config.copies_apart:
             _zero(static, arrays, first, head)
         else:
             pl.when(lax.axis_index("warpgroups") == 0)(lambda: _zero(static, arrays, first, head))
+
+
+def _load_item(static: Static, arrays: Arrays, at) -> tuple[Item, list[tuple]]:
+    # an item, and the page ids of its first blocks
+    fields, pages = len(Item._fields), pages_a_block(static.config, static.page_size)
+    count = fields + static.config.stages * pages
+    if static.interpret or max(static.k_dim, static.v_dim) > 128:  # wide heads leave no registers to load ahead
+        row, offset = [arrays.items[at, i] for i in range(count)], arrays.page_offset[0]
+    else:
+        row = rows_io.load_scalars(arrays.items, at, count)
+        (offset,) = rows_io.load_scalars(arrays.page_offset, jnp.int32(0), 1)
+    ids = [x + offset for x in row[fields:]]
+    return Item(*row[:fields]), [tuple(ids[i * pages : (i + 1) * pages]) for i in range(static.config.stages)]
 
 
 def _zero(static: Static, arrays: Arrays, first, head) -> None:
@@ -96,7 +114,7 @@ def _compute(static: Static, arrays: Arrays, smem: dict, item: Item, at, head, w
     start, shape = who * 64, (64, config.block_kv)
     q_rows = Rows(item.row, head * group, item.tokens * group, group, static.kv_heads * group)
     if static.words:
-        pl.when(who == 0)(lambda: _fetch_tree(static, arrays, smem, item))
+        pl.when(who == 0)(lambda: masks.fetch_tree(static, arrays, smem, item))
     q = rows_io.load(arrays.q, q_rows, shape=(64, static.k_dim), start=start, interpret=static.interpret)
     if static.q_in_smem:
         smem["q_tile"][who] = q
@@ -106,20 +124,27 @@ def _compute(static: Static, arrays: Arrays, smem: dict, item: Item, at, head, w
         plgpu.barrier_wait(smem["tree_full"])
 
     def keys(block):
-        return smem["k_ring"].at[blocks.stage(block)].transpose((1, 0))
+        return blocks.read("k", block).transpose((1, 0))
+
+    def values(block):
+        read = blocks.read("v", block)
+        pl.when((block + 1) * shape[1] > item.kv_len)(lambda: _clear(item.kv_len, block, read))
+        return read
+
+    scale = static.rules.sm_scale if arrays.k_scale is None else static.rules.sm_scale * arrays.k_scale[0]
 
     def ids(block):
         return blocks.source.ids(block) if blocks.copies_itself else ()
 
-    def weigh(block, scores, top, total):
-        scores, unit = _capped(static.rules, scores)
+    def weigh(item, block, scores, top, total):
+        scores, unit = _capped(static.rules, scores, scale)
         whole = (block * shape[1] >= item.low) & ((block + 1) * shape[1] <= item.high)
-        scores = lax.cond(whole, lambda s: s, functools.partial(_mask, static, smem, item, block, start), scores)
+        scores = lax.cond(whole, lambda s: s, functools.partial(masks.mask, static, smem, item, block, start), scores)
         new = jnp.maximum(top, jnp.max(scores, axis=1) * unit)  # as sm_scale > 0
         safe = jnp.where(new == -jnp.inf, 0.0, new)  # a row that saw nothing yet: exp2(-inf - 0), not -inf + inf
         decay = jnp.exp2(top - safe)
         weights = jnp.exp2(scores * unit - lax.broadcast_in_dim(safe, shape, (0,)))  # one fused multiply-add
-        return weights.astype(arrays.v.dtype), decay, new, total * decay + jnp.sum(weights, axis=1)
+        return weights, decay, new, total * decay + jnp.sum(weights, axis=1)
 
     def step(block, carry):
         scores, top, total, acc, ids_v, ids_k = carry
@@ -128,29 +153,71 @@ def _compute(static: Static, arrays: Arrays, smem: dict, item: Item, at, head, w
         def body(next_scores):
             blocks.wait("k", block + 1)
             plgpu.wgmma(next_scores, q, keys(block + 1))  # past the end: of what is there, and dropped
-            weights, decay, new, more = weigh(block, scores, top, total)
+            weights, decay, new, more = weigh(item, block, scores, top, total)
             decayed = acc * lax.broadcast_in_dim(decay, acc.shape, (0,))
             blocks.wait("v", block)
-            stage = blocks.stage(block)
-            pl.when((block + 1) * shape[1] > item.kv_len)(lambda: _clear(static, smem, item, block, stage))
-            summed = _accumulate(static, smem, who, decayed, weights, smem["v_ring"].at[stage])
+            summed = _accumulate(static, smem, who, decayed, weights.astype(static.dtype), values(block))
             return next_scores[...], new, more, summed
 
         scores, top, total, acc = pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))
-        blocks.release(block + 1, block, (ids_k, ids_v))
+        blocks.renew(block + 1, block, (ids_k, ids_v))
         return scores, top, total, acc, ids_k, following
+
+    def deferred(top, total):
+        # a block's values are multiplied beside the weights of the block after
+        if_any = item.begin < item.end
+        some = item._replace(kv_len=jnp.where(if_any, item.kv_len, 0), high=jnp.where(if_any, item.high, 0))
+
+        def body(acc):
+            def step(block, carry):
+                weights, top, total = carry
+
+                def scored(scores):
+                    blocks.wait("k", block)
+                    copies.take_turn(who)  # one warpgroup's products beside the other's weights
+                    plgpu.wgmma(scores, q, keys(block))
+                    plgpu.wgmma(acc, weights, blocks.read("v", block - 1))
+                    copies.end_turn(who)
+                    made = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+                    blocks.release("k", block)
+                    new, *rest = weigh(some, block, made, top, total)
+                    # Both keep the compiler from waiting for the product of the values before it makes the weights.
+                    new = rows_io.settled(new)
+                    blocks.wait("v", block)
+                    return new, *rest
+
+                weights, decay, top, total = pl.run_scoped(scored, plgpu.ACC(shape, jnp.float32))
+                done = acc[...]
+                blocks.release("v", block - 1)
+                acc[...] = done * lax.broadcast_in_dim(decay, done.shape, (0,))
+                return weights.astype(static.dtype), top, total  # not earlier: they take the place of those in use
+
+            pl.when(who == 1)(lambda: copies.end_turn(who))
+            blocks.wait("k", item.begin)
+            made = _product(q, keys(item.begin), shape)
+            blocks.release("k", item.begin)
+            weights, _, new, more = weigh(some, item.begin, made, top, total)
+            blocks.wait("v", item.begin)
+            carry = (weights.astype(static.dtype), new, more)
+            weights, new, more = lax.fori_loop(item.begin + 1, item.end, step, carry)
+            last = jnp.maximum(item.end - 1, item.begin)
+            of_last = blocks.read("v", last)
+            pl.when((last + 1) * shape[1] > some.kv_len)(lambda: _clear(some.kv_len, last, of_last))
+            plgpu.wgmma(acc, weights, of_last)
+            return new, more, acc[...]
+
+        return pl.run_scoped(body, plgpu.ACC((64, static.v_dim), jnp.float32))
 
     def step_alone(block, carry):
         top, total, acc, ids_now = carry
-        following = ids(block + 1 + config.stages)
         blocks.wait("k", block)
-        weights, decay, top, total = weigh(block, _product(q, keys(block), shape), top, total)
+        weights, decay, top, total = weigh(item, block, _product(q, keys(block), shape), top, total)
+        weights = weights.astype(static.dtype)
         acc = acc * lax.broadcast_in_dim(decay, acc.shape, (0,))
         blocks.wait("v", block)
-        stage = blocks.stage(block)
-        pl.when((block + 1) * shape[1] > item.kv_len)(lambda: _clear(static, smem, item, block, stage))
-        acc = _accumulate(static, smem, who, acc, weights, smem["v_ring"].at[stage])
-        blocks.release(block, block, (ids_now, ids_now))
+        acc = _accumulate(static, smem, who, acc, weights, values(block))
+        following = ids(block + 1 + config.stages)
+        blocks.renew(block, block, (ids_now, ids_now))
         return top, total, acc, following
 
     empty = (jnp.full((64,), -jnp.inf, jnp.float32), jnp.zeros((64,), jnp.float32))
@@ -160,12 +227,14 @@ def _compute(static: Static, arrays: Arrays, smem: dict, item: Item, at, head, w
     if static.looks_ahead:
         blocks.wait("k", item.begin)
         scores = _product(q, keys(item.begin), shape)
-        blocks.release(item.begin, None, (first, ()))
+        blocks.renew(item.begin, None, (first, ()))
         carry = (scores, top, total, acc, first, ids(item.begin + 1 + config.stages))
         carry = lax.fori_loop(item.begin, item.end, step, carry)[1:4]
+    elif static.defers:
+        carry = deferred(top, total)
     else:
         carry = lax.fori_loop(item.begin, item.end, step_alone, (top, total, acc, first))[:3]
-    _finish(static, arrays, item, at, head, start, q_rows, *carry)
+    _finish(static, arrays, smem, item, at, head, start, q_rows, *carry)
 
 
 def _product(a, b, shape):
@@ -189,64 +258,29 @@ def _accumulate(static: Static, smem: dict, who, acc, weights, values):
     return pl.run_state(run)(plgpu.ACC.init(acc))
 
 
-def _capped(rules: Rules, scores):
+def _capped(rules: Rules, scores, scale):
     # scores, and what makes them logarithms to base 2, so that a weight is one exp2
     cap = rules.logit_soft_cap
     if cap is None:
-        return scores, rules.sm_scale * _LOG2E
+        return scores, scale * _LOG2E
     # cap * tanh(s / cap), with tanh(x) = 1 - 2 / (exp(2 x) + 1)
-    return cap - (2.0 * cap) / (jnp.exp2(scores * (rules.sm_scale * 2.0 * _LOG2E / cap)) + 1.0), _LOG2E
+    return cap - (2.0 * cap) / (jnp.exp2(scores * (scale * (2.0 * _LOG2E / cap))) + 1.0), _LOG2E
 
 
-def _iota(shape, axis):
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE)
-
-
-def _mask(static: Static, smem: dict, item: Item, block, start, scores):
-    rules, shape = static.rules, scores.shape
-    key = _iota(shape, 1) + block * static.config.block_kv
-    seen = key < item.kv_len
-    if static.words:
-        node = key - item.high
-        seen = seen & ((node < 0) | _bit(static, smem, node, start))
-        if rules.sliding_window is not None:
-            low = plgpu.layout_cast(smem["low"][pl.ds(start, 64)], ROW)
-            seen = seen & ((node >= 0) | (key >= lax.broadcast_in_dim(low, shape, (0,))))
-    elif rules.mask == "causal" and static.block_q > 1:
-        place = (_iota(shape, 0) + start) // static.group + item.first
-        seen = seen & (key <= place)
-        if rules.sliding_window is not None:
-            seen = seen & (place - key < rules.sliding_window)
-    elif rules.sliding_window is not None:
-        seen = seen & (key >= item.low)
-    return jnp.where(seen, scores, -jnp.inf)
-
-
-def _bit(static: Static, smem: dict, node, start):
-    picked = jnp.zeros(node.shape, jnp.uint32)
-    for word in range(static.words):
-        bits = plgpu.layout_cast(smem["bits"][word, pl.ds(start, 64)], ROW)
-        picked = jnp.where(node >> 5 == word, lax.broadcast_in_dim(bits, node.shape, (0,)), picked)
-    return ((picked >> (node & 31).astype(jnp.uint32)) & jnp.uint32(1)) == 1
-
-
-def _fetch_tree(static: Static, arrays: Arrays, smem: dict, item: Item) -> None:
-    plgpu.copy_gmem_to_smem(arrays.bits.at[item.tile], smem["bits"], smem["tree_full"])
-    if static.rules.sliding_window is not None:
-        plgpu.copy_gmem_to_smem(arrays.low.at[item.tile], smem["low"], smem["tree_full"])
-
-
-def _clear(static: Static, smem: dict, item: Item, block, stage) -> None:
+def _clear(kv_len, block, values) -> None:
     # Values past the end may be NaN, and 0 * NaN is NaN: the last block's are set to zero in place.
-    shape = (static.config.block_kv, static.v_dim)
-    key = _iota(shape, 0) + block * static.config.block_kv
-    values = plgpu.layout_cast(smem["v_ring"][stage], TILE)
-    smem["v_ring"][stage] = jnp.where(key < item.kv_len, values, jnp.zeros_like(values))
+    key = masks.iota(values.shape, 0) + block * values.shape[0]
+    held = plgpu.layout_cast(values[...], TILE)
+    values[...] = jnp.where(key < kv_len, held, jnp.zeros_like(held))
     plgpu.commit_smem()
 
 
-def _finish(static: Static, arrays: Arrays, item: Item, at, head, start, q_rows: Rows, top, total, acc) -> None:
+def _finish(
+    static: Static, arrays: Arrays, smem: dict, item: Item, at, head, start, q_rows: Rows, top, total, acc
+) -> None:
     # out = acc / total, 0 where nothing was seen; lse in natural log, without sinks
+    if arrays.v_scale is not None:
+        acc = acc * arrays.v_scale[0]
     seen = total > 0
     some = jnp.where(seen, total, 1.0)
     scale = jnp.where(seen, 1.0 / some, 0.0)
@@ -267,6 +301,9 @@ def _finish(static: Static, arrays: Arrays, item: Item, at, head, start, q_rows:
             scale_ = decay / (total * decay + jnp.exp2(sink - high))
         keep(arrays.out, arrays.lse, scale_, q_rows)
 
+    if static.config.cluster > 1:
+        part = acc * lax.broadcast_in_dim(scale, acc.shape, (0,))
+        return merge.in_cluster(static, arrays, smem, head, start, q_rows, part, lse)
     if not static.config.splits:
         return whole()
     pl.when(item.parts == 1)(whole)

@@ -13,7 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention import mosaic_gpu_sm90_rows as rows_io
+from pallas_kernels.attention import mosaic_gpu_sm90_copy as copies
+from pallas_kernels.attention import mosaic_gpu_sm90_parts as parts_io
 from pallas_kernels.attention.mosaic_gpu_sm90_rows import Rows
 
 _ELEMENTS = 64  # elements a thread has in flight, of some parts
@@ -37,7 +38,7 @@ def merge(out, lse, parts, part_lse, tiles, sinks, shape: Shape) -> tuple[jax.Ar
       part_lse: f32[items * kv_heads * rows], natural log. tiles: i32[n, 4], of `mosaic_gpu_sm90_schedule`.
       sinks: f32[q_heads] or None.
     """
-    chunk = rows_io.strided_rows(shape.v_dim)
+    chunk = parts_io.strided_rows(shape.v_dim)
     chunks = min(-(-shape.rows // chunk), max(_PROGRAMS // (tiles.shape[0] * shape.kv_heads), 1))
     launch = pl.kernel(
         functools.partial(_kernel, shape=shape, chunk=chunk, chunks=chunks),
@@ -62,10 +63,11 @@ def _kernel(parts, part_lse, tiles, *rest, shape: Shape, chunk: int, chunks: int
 
     def rows_from(i, _):
         start = i * chunk
-        out_rows, out_lse = _merged(parts, part_lse, sinks, first, count, used, start, head, shape, chunk)
+        fetch = _fetched(parts, part_lse, first, count, used, start, head, shape, (chunk, shape.v_dim))
+        out_rows, out_lse = _merged(fetch, count, sinks, used, start, head, shape.group, (chunk, shape.v_dim))
         where = Rows(row, head * shape.group, used, shape.group, shape.kv_heads * shape.group)
-        rows_io.store_strided(out, out_rows.astype(out.dtype), where, start=start)
-        rows_io.store_strided(lse, out_lse, where, start=start, one_a_row=True)
+        parts_io.store_strided(out, out_rows.astype(out.dtype), where, start=start)
+        parts_io.store_strided(lse, out_lse, where, start=start, one_a_row=True)
 
     @pl.when(count > 1)
     def _():
@@ -75,17 +77,50 @@ def _kernel(parts, part_lse, tiles, *rest, shape: Shape, chunk: int, chunks: int
         )
 
 
-def _merged(parts, part_lse, sinks, first, count, used, start, head, shape: Shape, chunk: int):
-    # rows `start` to `start + chunk` of a tile over all its parts
-    size = (chunk, shape.v_dim)
-    unrolled = max(2, _ELEMENTS // (chunk * shape.v_dim // 128))
+def in_cluster(static, arrays, smem: dict, head, start, q_rows: Rows, out, lse) -> None:
+    """Merge a cluster's parts of a tile into rows of `arrays.out` and `arrays.lse`: each warpgroup takes some rows.
 
+    Args: out: f32[64, v_dim], this warpgroup's part, normalised. lse: f32[64], natural log. start: its first tile row.
+    """
+    config, size = static.config, (parts_io.strided_rows(static.v_dim), static.v_dim)
+    parts_io.store_part(smem["part"], smem["part_lse"], out, lse, used=q_rows.used, start=start)
+    copies.cluster_barrier()
+    worker = lax.axis_index("parts") * config.groups
+    if config.copies_apart:
+        worker = worker + lax.axis_index("warpgroups")
+    workers, chunks = config.cluster * config.groups, (q_rows.used + (size[0] - 1)) // size[0]
+
+    def rows_from(i, _):
+        begin = (worker + i * workers) * size[0]
+
+        def fetch(part):
+            return parts_io.load_part(smem["part"], smem["part_lse"], part, q_rows.used, begin, size)
+
+        merged, merged_lse = _merged(fetch, config.cluster, arrays.sinks, q_rows.used, begin, head, static.group, size)
+        parts_io.store_strided(arrays.out, merged.astype(arrays.out.dtype), q_rows, start=begin)
+        parts_io.store_strided(arrays.lse, merged_lse, q_rows, start=begin, one_a_row=True)
+
+    lax.fori_loop(0, (chunks - worker + (workers - 1)) // workers, rows_from, None)
+    copies.cluster_barrier(reads=False)  # nobody ends while another reads its memory
+
+
+def _fetched(parts, part_lse, first, count, used, start, head, shape: Shape, size):
+    # the way to a part's rows in device memory
     def fetch(part):
         at = (first + jnp.minimum(part, count - 1)) * shape.kv_heads + head
         where = Rows(jnp.int32(0), at * shape.rows, used, shape.rows, 0)
-        logs = rows_io.load_strided(part_lse, where, shape=size, start=start, one_a_row=True)
+        logs = parts_io.load_strided(part_lse, where, shape=size, start=start, one_a_row=True)
         hidden = jnp.where(part < count, jnp.float32(0), jnp.float32(-jnp.inf))  # repeats of the last part
-        return logs + hidden, rows_io.load_strided(parts, where, shape=size, start=start)
+        return logs + hidden, parts_io.load_strided(parts, where, shape=size, start=start)
+
+    return fetch
+
+
+def _merged(fetch, count, sinks, used, start, head, group: int, size):
+    # rows `start` and on of a tile over all its parts
+    unrolled = max(2, _ELEMENTS // (size[0] * size[1] // 128))
+    if isinstance(count, int):
+        unrolled = min(unrolled, count)
 
     def step(i, carry):
         top, total, acc = carry
@@ -99,7 +134,7 @@ def _merged(parts, part_lse, sinks, first, count, used, start, head, shape: Shap
             total, acc = total + weight, acc + weight * values
         return new, total, acc
 
-    layout = rows_io.strided(size)
+    layout = parts_io.strided(size)
     carry = tuple(plgpu.layout_cast(jnp.full(size, x, jnp.float32), layout) for x in (-jnp.inf, 0.0, 0.0))
     top, total, acc = lax.fori_loop(0, (count + (unrolled - 1)) // unrolled, step, carry)
     seen = total > 0
@@ -107,8 +142,8 @@ def _merged(parts, part_lse, sinks, first, count, used, start, head, shape: Shap
     lse = jnp.where(seen, top + jnp.log(some), -jnp.inf)
     if sinks is None:
         return acc * jnp.where(seen, 1.0 / some, 0.0), lse
-    per_row = Rows(jnp.int32(0), head * shape.group, used, shape.group, 0)
-    sink = rows_io.load_strided(sinks, per_row, shape=size, start=start, one_a_row=True)
+    per_row = Rows(jnp.int32(0), head * group, used, group, 0)
+    sink = parts_io.load_strided(sinks, per_row, shape=size, start=start, one_a_row=True)
     high = jnp.maximum(top, sink)
     decay = jnp.where(seen, jnp.exp(top - high), 0.0)
     return acc * (decay / (total * decay + jnp.exp(sink - high))), lse

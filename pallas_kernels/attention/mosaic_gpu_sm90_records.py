@@ -9,6 +9,8 @@ from pallas_kernels._common.masks import Rules
 from pallas_kernels.attention import mosaic_gpu_sm90_copy as copies
 from pallas_kernels.attention.mosaic_gpu_sm90_config import Config
 
+PART_PAD = 8  # so that rows of a part start in different banks
+
 
 class Static(NamedTuple):
     """What a program is compiled for."""
@@ -25,6 +27,8 @@ class Static(NamedTuple):
     max_q_len: int
     words: int  # of a tree's bits a row; 0 without a tree
     sinks: bool
+    dtype: Any  # of queries, and of both products' operands
+    narrow: Any  # 8-bit float of the pages, which hold its bits; None: pages are of `dtype`
     interpret: bool
 
     @property
@@ -36,6 +40,11 @@ class Static(NamedTuple):
     def looks_ahead(self) -> bool:
         """Whether the next block's scores are made beside this one's weights, as far as registers go."""
         return max(self.k_dim, self.v_dim) <= 128 and self.config.block_kv == 64
+
+    @property
+    def defers(self) -> bool:
+        """Whether a block's values are multiplied beside the next block's weights."""
+        return not self.interpret and not self.looks_ahead and self.config.groups > 1
 
 
 class Arrays(NamedTuple):
@@ -52,6 +61,8 @@ class Arrays(NamedTuple):
     bits: Any  # u32[tiles, words, rows]
     low: Any  # i32[tiles, rows]
     sinks: Any  # f32[q_heads]
+    k_scale: Any  # f32[1]
+    v_scale: Any  # f32[1]
     out: Any  # [tokens * q_heads, v_dim]
     lse: Any  # f32[tokens * q_heads]
     parts: Any  # f32[items * kv_heads * block_q * group, v_dim], of tiles in several parts
@@ -74,20 +85,20 @@ class Item(NamedTuple):
     parts: Any
 
 
-def scratch(static: Static, dtype) -> dict:
+def scratch(static: Static) -> dict:
     """Shared memory and barriers of a program."""
-    config = static.config
+    config, dtype = static.config, static.dtype
     full = copies.barriers(config.stages)
     if static.interpret:
         arrivals = copies.arrivals(config.block_kv, static.page_size)
         full = plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.stages)
-    refs: dict[str, Any] = dict(
-        k_ring=copies.tiled((config.stages, config.block_kv, static.k_dim), dtype),
-        v_ring=copies.tiled((config.stages, config.block_kv, static.v_dim), dtype),
-        k_full=full,
-        v_full=full,
-    )
-    if config.groups > 1:
+    refs: dict[str, Any] = dict(k_full=full, v_full=full)
+    for name, dim in (("k", static.k_dim), ("v", static.v_dim)):
+        ring = (config.stages, config.block_kv, dim)
+        refs[f"{name}_ring"] = copies.tiled(ring, dtype) if static.narrow is None else plgpu.SMEM(ring, jnp.uint8)
+        if static.narrow is not None:
+            refs[f"{name}_wide"] = copies.tiled(ring[1:], dtype)
+    if config.copies_apart:
         refs["k_free"] = plgpu.Barrier(num_arrivals=config.groups, num_barriers=config.stages)
         refs["v_free"] = plgpu.Barrier(num_arrivals=config.groups, num_barriers=config.stages)
     if static.words:
@@ -96,6 +107,10 @@ def scratch(static: Static, dtype) -> dict:
         refs["tree_full"] = plgpu.Barrier(num_arrivals=1 if static.rules.sliding_window is None else 2)
     if static.q_in_smem:
         refs["q_tile"] = copies.tiled((config.groups, 64, static.k_dim), dtype)
+    if config.cluster > 1:
+        rows = min(static.block_q * static.group, config.rows)
+        refs["part"] = plgpu.SMEM((rows, static.v_dim + PART_PAD), jnp.float32)
+        refs["part_lse"] = plgpu.SMEM((rows,), jnp.float32)
     if static.interpret:
         refs["weights"] = copies.tiled((config.groups, 64, config.block_kv), dtype)
     return refs

@@ -3,6 +3,7 @@
 It depends on the plan alone, not on the layer, so XLA computes it once a step and not once a layer.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -12,16 +13,17 @@ from pallas_kernels._common import masks, tiles
 from pallas_kernels._common.masks import Rules, Tree
 from pallas_kernels.attention.mosaic_gpu_sm90_config import Config
 
-SEQ, ROW, TOKENS, FIRST, BEGIN, END, KV_LEN, LOW, HIGH, TILE, PARTS = range(11)
+SEQ, ROW, TOKENS, FIRST, BEGIN, END, KV_LEN, LOW, HIGH, TILE, PARTS = COLUMNS = range(11)
 """Columns of an item: request, first packed token, tokens (0: nothing to do), sequence index of the first token, first
 key block, one past the last; keys that may be read, first key and one past the last that every row sees, tile, parts of
-the tile."""
+the tile. Page ids of the first blocks follow, so that a program waits for one load before its first copy, not for two;
+then zeros, up to a multiple of 4."""
 
 
 class Schedule(NamedTuple):
     """A call's work. An item is a program a KV head."""
 
-    items: jax.Array  # i32[items, 11]
+    items: jax.Array  # i32[items, 11 and more]
     merges: jax.Array | None  # i32[n, 4] of tiles in several parts: first packed token, tokens, first part, parts
     bits: jax.Array | None  # u32[tiles, words, rows], a tree's bits row by row, the window applied
     unserved: jax.Array  # i32[2]: first row of no attended request, and the first after all requests
@@ -43,9 +45,12 @@ def make(
     num_tokens: int,
     max_q_len: int,
     group: int,
-    kv_room: int,
+    page_table: jax.Array,
+    page_size: int,
 ) -> Schedule:
-    """Schedule of a call. `kv_room` bounds the keys of a request (page table width times page size)."""
+    """Schedule of a call. The page table's width times the page size bounds the keys of a request."""
+    kv_room = page_table.shape[1] * page_size
+    with_ids = functools.partial(_with_ids, config=config, page_table=page_table, page_size=page_size)
     block_q = tokens_a_tile(config, group=group, max_q_len=max_q_len)
     num_seqs = seq_lens.shape[0]
     num_tiles = max(tiles.count(num_tokens, num_seqs, max_q_len, block_q, 1), 1)
@@ -59,13 +64,19 @@ def make(
     columns = [cut.seq, cut.row, cut.rows, cut.first, begin, end, cut.high, low, high]
     bits, low_rows = (None, None) if tree is None else _by_row(cut, rules, tree, config, block_q, group)
     ids = jnp.arange(num_tiles, dtype=jnp.int32)
+    if config.cluster > 1:  # program `rank` of a tile's cluster is item tile * cluster + rank
+        ids, *columns = (jnp.repeat(column, config.cluster) for column in (ids, *columns))
+        rank = jnp.arange(ids.shape[0], dtype=jnp.int32) % config.cluster
+        begin, end = columns[BEGIN], columns[END]
+        share = (end - begin + (config.cluster - 1)) // config.cluster
+        columns[BEGIN] = jnp.minimum(begin + rank * share, end)
+        columns[END] = jnp.minimum(begin + (rank + 1) * share, end)
     if not config.splits:
-        one = jnp.ones_like(ids)
-        items = jnp.stack([*columns, ids, one], axis=1)
-        return Schedule(items, None, bits, unserved, low_rows)
+        items = jnp.stack([*columns, ids, jnp.ones_like(ids)], axis=1)
+        return Schedule(with_ids(items), None, bits, unserved, low_rows)
     num_items = _num_items(config, num_tiles, kv_room)
     blocks = end - begin
-    share = config.part_blocks or _even_share(blocks, num_items - jnp.sum(cut.rows > 0, dtype=jnp.int32))
+    share = config.part_blocks or _even_share(blocks, cut.rows > 0, config.parts, num_items)
     parts = jnp.where(cut.rows > 0, jnp.maximum((blocks + (share - 1)) // share, 1), 0)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(parts, dtype=jnp.int32)])
     item = jnp.arange(num_items, dtype=jnp.int32)
@@ -78,7 +89,24 @@ def make(
     picked[TOKENS] = jnp.where(real, picked[TOKENS], 0)
     picked[BEGIN], picked[END] = first, jnp.minimum(first + share, end[tile])
     items = jnp.stack([*picked, tile, parts[tile]], axis=1)
-    return Schedule(items, _merges(cut, starts[:-1], parts, num_items), bits, unserved, low_rows)
+    return Schedule(with_ids(items), _merges(cut, starts[:-1], parts, num_items), bits, unserved, low_rows)
+
+
+def pages_a_block(config: Config, page_size: int) -> int:
+    """Page ids that a program wants before it copies a block: none where the threads gather small pages."""
+    return 0 if page_size < 8 else max(config.block_kv // page_size, 1)
+
+
+def _with_ids(items, config: Config, page_table, page_size: int):
+    # the first `stages` blocks' page ids; past the last key its page's
+    pages = pages_a_block(config, page_size)
+    if pages:
+        n = jnp.arange(config.stages * pages, dtype=jnp.int32)[None]
+        page = (items[:, BEGIN, None] + n // pages) * config.block_kv // page_size + n % pages
+        last = jnp.maximum(items[:, KV_LEN, None] - 1, 0) // page_size
+        ids = page_table[items[:, SEQ, None], jnp.clip(page, 0, last)]
+        items = jnp.concatenate([items, ids], axis=1)
+    return jnp.pad(items, ((0, 0), (0, -items.shape[1] % 4)))
 
 
 def _merges(cut, first, parts, num_items: int):
@@ -93,12 +121,19 @@ def _merges(cut, first, parts, num_items: int):
 def _num_items(config: Config, num_tiles: int, kv_room: int) -> int:
     if config.part_blocks:
         return num_tiles * max(-(-kv_room // (config.block_kv * config.part_blocks)), 1)
-    return max(config.parts, num_tiles + 1)
+    return max(config.parts, 2 * num_tiles)  # requests much longer than the others find room for more parts
 
 
-def _even_share(blocks, room):
-    # with a share of at least total / room, parts number at most room + tiles
-    return jnp.maximum((jnp.sum(blocks, dtype=jnp.int32) + (room - 1)) // room, 2)  # 2: a part costs about a block
+def _even_share(blocks, real, aim: int, num_items: int):
+    # The smallest share of a few, from total / aim, under which all parts find an item. The last one always does: with
+    # at least total / (items - tiles), parts number at most items. 2 and more: a part costs about a block.
+    total, tiles = jnp.sum(blocks, dtype=jnp.int32), jnp.sum(real, dtype=jnp.int32)
+    room = jnp.clip(num_items - tiles, 1, aim)
+    least = jnp.maximum((total + (aim - 1)) // aim, 2) + jnp.arange(4, dtype=jnp.int32)
+    shares = jnp.append(least, jnp.maximum((total + (room - 1)) // room, 2))
+    needed = jnp.maximum((blocks[None] + (shares[:, None] - 1)) // shares[:, None], 1)
+    fits = jnp.sum(jnp.where(real[None], needed, 0), axis=1, dtype=jnp.int32) <= num_items
+    return shares[jnp.argmax(fits)]
 
 
 def _unserved(cu_q_lens, attended, num_tokens: int):

@@ -221,9 +221,9 @@ def test_platforms_prints_every_row_and_evidence(capsys):
 
 
 def test_explain_says_who_serves_and_why_others_do_not(capsys):
-    status, out, _ = run(capsys, "explain", "--platform", "cuda-sm90", "--sinks", "--kv-dtype", "fp8_e4m3")
+    status, out, _ = run(capsys, "explain", "--platform", "cuda-sm90", "--sinks", "--kv-dtype", "int8")
     assert status == 0
-    for part in ("xla/attend", "hopper/attend lacks fp8_kv", "fp8_kv, sinks", "rows", "decode"):
+    for part in ("xla/attend", "hopper/attend lacks int8_kv", "int8_kv, per_token_scales, sinks", "rows", "decode"):
         assert part in out
     status, out, err = run(capsys, "explain", "--alibi")
     assert (status, out) == (2, "")

@@ -38,7 +38,9 @@ def write_attend(spec, choice, mode, q_len, page_size, tree):
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("mode", "q_len", "tree"), [("DECODE", 1, False), ("TARGET_VERIFY", 8, True)])
-@pytest.mark.parametrize("extras", [{}, dict(sliding_window=100, sinks=True, logit_soft_cap=30.0)])
+@pytest.mark.parametrize(
+    "extras", [{}, dict(sliding_window=100, sinks=True, logit_soft_cap=30.0), dict(kv_dtype="fp8_e4m3")]
+)
 def test_a_bfloat16_step_on_hopper_is_mosaic_kernels(page_size, mode, q_len, tree, extras):
     spec = AttnSpec(num_q_heads=8, num_kv_heads=2, head_dim=128, **extras)
     choice = jattn.resolve(spec, "native", "cuda-sm90")
@@ -50,10 +52,10 @@ def test_a_bfloat16_step_on_hopper_is_mosaic_kernels(page_size, mode, q_len, tre
 
 
 def test_what_the_kernels_lack_goes_to_plain_jax_with_the_reason():
-    spec = AttnSpec(num_q_heads=8, num_kv_heads=2, head_dim=128, kv_dtype="fp8_e4m3")
+    spec = AttnSpec(num_q_heads=8, num_kv_heads=2, head_dim=128, kv_dtype="fp8_e4m3", kv_scales="token")
     choice = jattn.resolve(spec, "native", "cuda-sm90")
     assert [choice.row(op).set for op in ("attend", "write_kv")] == ["xla", "xla"]
-    assert "hopper/attend lacks fp8_kv" in choice.skipped
+    assert "hopper/attend lacks per_token_scales" in choice.skipped
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_a_call_of_equal_requests_wastes_no_program():
 
     rules = Rules(sm_scale=1.0)
     lens = dict(seq_lens=jnp.full(16, 4096), cu_q_lens=jnp.arange(17, dtype=jnp.int32) * 16)
-    sizes = dict(num_tokens=256, max_q_len=16, group=4, kv_room=4096)
+    sizes = dict(num_tokens=256, max_q_len=16, group=4, page_table=jnp.zeros((16, 64), jnp.int32), page_size=64)
     whole = schedules.make(Config(), rules, None, **lens, **sizes)
     assert whole.items.shape[0] == 16
     assert whole.items[:, schedules.TOKENS].tolist() == [16] * 16

@@ -11,18 +11,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kv_write import mosaic_gpu_sm90 as sm90
 from pallas_kernels.kv_write import xla
 
-SHAPES = [(8, 128, 128, "bfloat16"), (3, 64, 64, "bfloat16"), (1, 80, 128, "float16"), (2, 16, 8, "float32")]
+SHAPES = [
+    *((8, 128, 128, "bfloat16"), (3, 64, 64, "bfloat16"), (1, 80, 128, "float16"), (2, 16, 8, "float32")),
+    *((8, 128, 128, "bfloat16", "float8_e4m3fn"), (3, 64, 80, "float16", "float8_e5m2")),
+    (2, 16, 8, "float32", "float8_e4m3fn"),
+]
 
 
-def draw(heads: int, k_dim: int, v_dim: int, dtype: str, *, tokens: int = 7):
+def draw(heads: int, k_dim: int, v_dim: int, dtype: str, kind: str | None = None, *, tokens: int = 7):
     """Two layers of pages, rows, and slots with -1 and one past the layer's end."""
     rng = np.random.default_rng(0)
     pages, size = 5, 16
-    pools = [jnp.full((2 * pages, size, heads, d), jnp.nan, dtype) for d in (k_dim, v_dim)]
-    rows = [jnp.asarray(rng.standard_normal((tokens, heads, d)), dtype) for d in (k_dim, v_dim)]
+    pools = [jnp.full((2 * pages, size, heads, d), *((jnp.nan, dtype) if kind is None else (127, jnp.uint8)))
+             for d in (k_dim, v_dim)]  # fmt: skip
+    rows = [jnp.asarray(20 * rng.standard_normal((tokens, heads, d)), dtype) for d in (k_dim, v_dim)]
     slots = rng.permutation(pages * size)[:tokens].astype(np.int32)
     slots[1], slots[3] = -1, pages * size
-    return pools, rows, jnp.asarray(slots), dict(page_offset=pages, num_pages=pages)
+    where = dict(page_offset=pages, num_pages=pages)
+    if kind is not None:  # some of the keys go past the largest number
+        where |= dict(kv_dtype=kind, k_scale=jnp.float32(0.07), v_scale=jnp.float32(3.1))
+    return pools, rows, jnp.asarray(slots), where
 
 
 def check(shape, interpret=False):
@@ -40,12 +48,12 @@ def test_rows_go_where_plain_jax_puts_them_on_a_gpu(shape):
     check(shape)
 
 
-@pytest.mark.parametrize("shape", SHAPES[1:2])
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[6]])
 def test_rows_go_where_plain_jax_puts_them_without_a_race(shape):
     check(shape, interpret=plgpu.InterpretGPUParams(detect_races=True))
 
 
-def test_rows_that_are_no_multiple_of_16_bytes_are_refused():
+def test_heads_that_are_no_multiple_of_8_values_are_refused():
     pools, rows, slots, where = draw(1, 4, 4, "bfloat16")
-    with pytest.raises(ValueError, match="rows of 8 and 8 bytes of bfloat16"):
+    with pytest.raises(ValueError, match="heads of 4 and 4 values of bfloat16"):
         sm90.write_kv(*pools, *rows, slots, **where)

@@ -1,0 +1,118 @@
+"""8-bit floats in shared memory to the 16-bit ones that Hopper's products read, exactly.
+
+A sign, exponent and mantissa shifted to where a wider float has them are that float times a power of two, subnormals
+too: per two values a byte permutation, a shift, two masks and one product. NaN and infinity come out as numbers, so
+that a weight of zero hides whatever lies past the keys.
+"""
+# Inline code and the decorators of `jax.experimental.pallas.mosaic_gpu` are typed more loosely than what they make.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention import mosaic_gpu_sm90_copy as copies
+
+arith, ir, llvm, mgpu_vector = utils.arith, utils.ir, utils.llvm, utils.vector
+
+_THREADS = utils.WARPGROUP_SIZE
+_CHUNK = 16  # values a thread takes at once: 16 bytes, and 32 of the result
+# (narrow, wide): bits to shift right from the top of 16, mask of exponent and mantissa there, factor, instruction
+_FORMS = {
+    ("float8_e4m3fn", "bfloat16"): (4, 0x07F0, 0x7B80, "mul.rn.bf16x2"),  # 2**120
+    ("float8_e5m2", "bfloat16"): (3, 0x0FE0, 0x7780, "mul.rn.bf16x2"),  # 2**112
+    ("float8_e4m3fn", "float16"): (1, 0x3F80, 0x5C00, "mul.rn.f16x2"),  # 2**8
+    ("float8_e5m2", "float16"): (0, 0x7F00, 0x3C00, "mul.rn.f16x2"),  # 1
+}
+
+
+def widen(ring, wide, stage, kind) -> None:
+    """Stage `stage` of `ring` u8[stages, rows, width] into `wide` [rows, width], for products to read.
+
+    All warps of this warpgroup call it, after all have ended what read `wide` before.
+    """
+    form = _FORMS[jnp.dtype(kind).name, wide.dtype.name]
+    swizzle, transforms = copies.transforms(wide.shape[1], 2)
+
+    rows, width = wide.shape
+    chunks = rows * width // _CHUNK
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    def some(first, count: int) -> None:
+        # chunks `first` to `first + count`
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms), scalar, scalar))
+        def inline(_, narrow, tile, stage, first):
+            base = copies.shared_address(narrow)
+            base = arith.addi(base, arith.muli(stage.registers.item(), _i32(rows * width)))
+            target = copies.shared_address(tile)
+            lane = arith.addi(arith.remui(utils.thread_idx(), _i32(_THREADS)), first.registers.item())
+            for start in range(0, count, _THREADS):
+                linear = arith.addi(lane, _i32(start))
+                if start + _THREADS <= count:
+                    _chunk(base, target, linear, width, swizzle, form)
+                else:
+                    with utils.when(arith.cmpi(arith.CmpIPredicate.slt, linear, _i32(chunks))):
+                        _chunk(base, target, linear, width, swizzle, form)
+
+        inline(ring, wide, jnp.asarray(stage, jnp.int32), jnp.asarray(first, jnp.int32))
+
+    at_once = (4 if width <= 128 else 1) * _THREADS  # wide heads leave few registers: a loop for them
+    if chunks <= at_once:
+        some(0, chunks)
+    else:
+        lax.fori_loop(0, chunks // at_once, lambda i, _: some(i * at_once, at_once), None)
+    copies.handed_over()
+
+
+def _chunk(base, target, linear, width: int, swizzle: int, form) -> None:
+    row, col = _place(linear, width // _CHUNK)
+    i32 = ir.IntegerType.get_signless(32)
+    four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
+    source = arith.addi(base, arith.addi(arith.muli(row, _i32(width)), arith.muli(col, _i32(_CHUNK))))
+    loaded = llvm.inline_asm(
+        four, [source], "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", has_side_effects=True
+    )
+    pairs = [pair for i in range(4) for pair in _pairs(llvm.extractvalue(i32, loaded, [i]), form)]
+    for half in range(2):
+        byte = arith.addi(arith.muli(col, _i32(2 * _CHUNK)), _i32(16 * half))
+        place = arith.addi(target, copies.swizzled(row, byte, 2 * width, swizzle))
+        words = pairs[4 * half : 4 * half + 4]
+        copies.asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", place, *words, constraints="r,r,r,r,r")
+
+
+def _place(linear, chunks: int):
+    # Row and chunk of a thread. Eight threads store at once; taking four chunks of two rows each, they use all banks.
+    if chunks % 4:
+        return arith.divui(linear, _i32(chunks)), arith.remui(linear, _i32(chunks))
+    rest = arith.remui(linear, _i32(2 * chunks))
+    two = arith.muli(arith.divui(linear, _i32(2 * chunks)), _i32(2))
+    row = arith.addi(two, arith.remui(arith.divui(rest, _i32(4)), _i32(2)))
+    col = arith.addi(arith.remui(rest, _i32(4)), arith.muli(arith.divui(rest, _i32(8)), _i32(4)))
+    return row, col
+
+
+def _pairs(word, form):
+    # the two pairs of 16-bit floats of four 8-bit ones
+    shift, mask, factor, product = form
+    for selector in (0x1404, 0x3424):  # bytes 0 and 1, then 2 and 3, each above a zero byte
+        text = "prmt.b32 $0, $1, 0, $2;"
+        high = _asm32(text, "=r,r,n", word, _i32(selector))
+        low = arith.shrui(high, _i32(shift)) if shift else high
+        sign = arith.andi(high, _i32(_both(0x8000)))
+        bits = arith.ori(arith.andi(low, _i32(_both(mask))), sign)
+        yield _asm32(f"{product} $0, $1, $2;", "=r,r,r", bits, _i32(_both(factor))) if factor != 0x3C00 else bits
+
+
+def _both(half: int) -> int:
+    word = half << 16 | half
+    return word - (1 << 32) if word >> 31 else word
+
+
+def _asm32(text: str, constraints: str, *operands):
+    return llvm.inline_asm(ir.IntegerType.get_signless(32), list(operands), text, constraints, has_side_effects=False)
+
+
+def _i32(value: int):
+    return utils.c(value, ir.IntegerType.get_signless(32))

@@ -1,0 +1,72 @@
+"""A pytest plug-in that puts the Hopper kernels behind every test of the door, on a GPU.
+
+Where a test's arrays have a dtype that the kernels take, they answer in the place of plain JAX: heads are padded with
+zeros to a width they take, and pages of another size are given as pages of one token. The number of calls that they
+served is printed.
+"""
+
+# Settings are passed on as mappings, which the checker cannot follow.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+import dataclasses
+
+import jax.numpy as jnp
+
+import jattn.kernel_sets
+from pallas_kernels._common import float8
+from pallas_kernels.attention import mosaic_gpu_sm90 as attention
+from pallas_kernels.attention import xla as attention_xla
+from pallas_kernels.kv_write import mosaic_gpu_sm90 as kv_write
+from pallas_kernels.kv_write import xla as kv_write_xla
+
+SERVED: dict[str, list[bool]] = dict(attend=[], write_kv=[])
+
+
+def paged_attention(
+    q, k_pages, v_pages, *, page_table, page_offset=0, k_scale=None, v_scale=None, kv_dtype=None, **more
+):
+    """As `pallas_kernels.attention.xla.paged_attention`."""
+    kind = float8.kind_of(k_pages, kv_dtype)
+    whole = all(scale is None or scale.ndim == 0 for scale in (k_scale, v_scale))
+    fits = q.dtype in (jnp.bfloat16, jnp.float16) and kind in (q.dtype, *float8.KINDS) and whole
+    SERVED["attend"].append(fits)
+    given = dict(page_offset=page_offset, k_scale=k_scale, v_scale=v_scale, kv_dtype=kv_dtype, **more)
+    if not fits:
+        return attention_xla.paged_attention(q, k_pages, v_pages, page_table=page_table, **given)
+    size, v_dim = k_pages.shape[1], v_pages.shape[3]
+    if size not in attention.PAGE_SIZES:
+        k_pages, v_pages = (x.reshape(-1, 1, *x.shape[2:]) for x in (k_pages, v_pages))
+        places = page_table[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)
+        page_table, given["page_offset"] = places.reshape(len(page_table), -1), page_offset * size
+    q, k_pages, v_pages = (_padded(x) for x in (q, k_pages, v_pages))
+    out, lse = attention.paged_attention(q, k_pages, v_pages, page_table=page_table, **given)
+    return out[..., :v_dim], lse
+
+
+def _padded(x):
+    want = next(dim for dim in attention.HEAD_DIMS if dim >= x.shape[-1])
+    zeros = jnp.zeros((*x.shape[:-1], want - x.shape[-1]), x.dtype)
+    return jnp.concatenate([x, zeros], axis=-1)
+
+
+def write_kv(k_pages, v_pages, k, v, slots, **more):
+    """As `pallas_kernels.kv_write.xla.write_kv`."""
+    kind = float8.kind_of(k_pages, more.get("kv_dtype"))
+    fits = "k_scales" not in more and k.shape[2] % 8 == v.shape[2] % 8 == 0 and jnp.issubdtype(kind, jnp.floating)
+    SERVED["write_kv"].append(fits)
+    return (kv_write if fits else kv_write_xla).write_kv(k_pages, v_pages, k, v, slots, **more)
+
+
+def pytest_configure(config):
+    """Put the kernels in the rows of plain JAX, which the tests resolve."""
+    functions = dict(attend=paged_attention, write_kv=write_kv)
+    jattn.kernel_sets.KERNELS = tuple(
+        dataclasses.replace(row, function=functions[row.op]) if row.set == "xla" and row.op in functions else row
+        for row in jattn.kernel_sets.KERNELS
+    )
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say how many calls the kernels served."""
+    for name, served in SERVED.items():
+        terminalreporter.write_line(f"hopper/{name} served {sum(served)} of {len(served)} traced calls")
