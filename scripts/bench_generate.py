@@ -18,6 +18,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import bench_drafts
 import jax
 import matplotlib
 
@@ -47,6 +48,9 @@ def main() -> None:
     """Run every arm, print the table, write JSON and a plot under scripts/results."""
     args = _arguments()
     loaded = load(Options(dtype="float32"))
+    if args.drafts:
+        bench_drafts.run(loaded, mt_bench=args.mt_bench, tokens=48, repeats=7)
+        return
     prompts = {
         "plain": [
             f"Tell me about {x}." for x in ("rivers", "glass", "bread", "maps", "salt", "ants", "ink", "the moon")
@@ -211,6 +215,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch-python", type=Path, help="a Python with torch, transformers and gguf")
     parser.add_argument("--mt-bench", type=Path, help="MT-Bench question.jsonl")
+    parser.add_argument("--drafts", action="store_true", help="instead: trees and draft models, as bench_drafts.py")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens a prompt")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each arm")
     return parser.parse_args()

@@ -93,10 +93,10 @@ def _state(loaded, rows: int) -> tuple[DecodeState, int]:
 def _step(graphdef, params, state: DecodeState, take, *, rows: int, max_q_len: int):
     drafts = jnp.zeros((take.shape[0], STEPS), jnp.int32)
     model = nnx.merge(graphdef, params)
-    cache, tokens = verify(
+    cache, chosen = verify(
         model, state, drafts, take, rows=rows, max_q_len=max_q_len, sampler=SamplerConfig(random=False)
     )
-    return dataclasses.replace(state, cache=cache), tokens
+    return dataclasses.replace(state, cache=cache), chosen.tokens
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from flax import nnx
 
 from jattn.cache import PagedKV
 from jattn.combinators.ngram import NUM_CLASSES
+from jattn.combinators.standalone import Lineage
 from jattn.combinators.state import DecodeState, RoundReport, Status
 from jattn.models.decoder import Decoder
 from jattn.sampling import TEMPERATURES, Logprobs, SamplerConfig
@@ -44,7 +45,8 @@ class Engine:
         request may have. num_steps: drafts a request and round, 0 for none. kv_dtype: storage when the spec names none.
       sampler: what requests may ask for; what they may not is left out of the programs. topk, num_nodes: continuations
         of a draft tree, and its nodes with the newest token; topk 1 drafts chains. drafter: a draft model with the
-        target's vocabulary; without one, drafts come from the request's own text.
+        target's vocabulary; without one, drafts come from the request's own text. lineage: which nodes a node of its
+        tree sees, as in `combinators.standalone.propose`.
       on_program: hears (done, total) as each program is compiled.
     """
 
@@ -64,6 +66,7 @@ class Engine:
         topk: int = 1,
         num_nodes: int | None = None,
         drafter: Decoder | None = None,
+        lineage: Lineage = "parent",
         prefill_rows: tuple[int, ...] = (128,),
         max_stops: int = 8,
         on_program: Callable[[int, int], None] = lambda done, total: None,
@@ -79,6 +82,7 @@ class Engine:
             topk=topk,
             num_nodes=num_nodes,
             standalone=drafter is not None,
+            lineage=lineage,
         )
         self.vocab_size = model.config.vocab_size
         graphdef, self._params = nnx.split((model,) if drafter is None else (model, drafter))

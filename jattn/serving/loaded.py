@@ -113,7 +113,7 @@ class Options:
             raise ValueError("a stop text is empty: give at least one character")
         if self.logprobs is not None and not 0 <= self.logprobs <= _MAX_LOGPROBS:
             raise ValueError(f"logprobs={self.logprobs}: want 0 to {_MAX_LOGPROBS}, or leave it out")
-        self.sampler  # noqa: B018  checks the sampling parameters before a model is loaded
+        self.sampler_config()  # checks the sampling parameters before a model is loaded
 
     @property
     def drafts(self) -> int:
@@ -121,8 +121,7 @@ class Options:
         assert self.num_steps is not None
         return self.num_steps
 
-    @property
-    def sampler(self) -> SamplerConfig:
+    def sampler_config(self) -> SamplerConfig:
         """What the programs must hold for these requests."""
         needs = self.request([0]).needs
         return dataclasses.replace(

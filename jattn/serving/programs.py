@@ -14,7 +14,7 @@ from jattn.combinators.costs import Variant, variants
 from jattn.combinators.extend import admit, extend, release
 from jattn.combinators.ngram import check_trie
 from jattn.combinators.round import decode_round, standalone_round, tree_round
-from jattn.combinators.standalone import rows_ahead
+from jattn.combinators.standalone import Lineage, rows_ahead
 from jattn.combinators.state import DecodeState
 from jattn.combinators.tree import check_size
 from jattn.sampling import SamplerConfig
@@ -51,6 +51,7 @@ class ProgramConfig:
     topk: int = 1  # continuations of a draft tree; 1 drafts a chain
     num_nodes: int | None = None  # of a tree, the newest token included; a chain has num_steps + 1
     standalone: bool = False  # a draft model proposes, instead of the request's own text
+    lineage: Lineage = "parent"  # of a draft model's tree, as in `standalone.propose`
 
     def __post_init__(self):
         if self.sampler.rejection and not (self.standalone and self.topk == 1):
@@ -137,7 +138,9 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
 
     common = dict(num_steps=config.num_steps, shapes=config.shapes, sampler=config.sampler)
     if config.standalone:
-        step = functools.partial(standalone_round, topk=config.topk, num_nodes=config.width, **common)
+        step = functools.partial(
+            standalone_round, topk=config.topk, num_nodes=config.width, lineage=config.lineage, **common
+        )
     elif config.topk > 1:
         step = functools.partial(tree_round, topk=config.topk, num_nodes=config.width, **common)
     else:

@@ -47,7 +47,7 @@ class Session:
                 topk=options.topk,
                 num_nodes=options.num_nodes,
                 kind=loaded.platform.kind,
-                sampler=options.sampler,
+                sampler=options.sampler_config(),
                 drafter=loaded.drafter,
                 kv_dtype=KV_DTYPES[options.kv_dtype] if options.kv_dtype else loaded.model.embed.dtype,
                 on_program=lambda done, total: progress("programs", done, total),

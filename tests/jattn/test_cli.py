@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from engines import quick_programs
 from tiny_gguf import Q, llama_parts
 
 import jattn
@@ -16,6 +17,12 @@ DATA = Path(__file__).parents[1] / "data"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return str(llama_parts(kind=Q.F32).write(tmp_path_factory.mktemp("cli") / "tiny.gguf"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with quick_programs():
+        yield
 
 
 def run(capsys, *argv):
@@ -51,8 +58,7 @@ def test_drafts_page_sizes_and_python_give_the_same_ids(capsys, model):
     want = rows(capsys, model, "12 12 12", "--draft", "none", "--max-new-tokens", "20")[0]
     for extra in (
         ["--num-steps", "3"],
-        ["--topk", "3", "--num-steps", "4"],
-        ["--page-size", "1"],
+        ["--topk", "3", "--num-steps", "4", "--page-size", "1"],
         ["--page-size", "64"],
     ):
         assert rows(capsys, model, "12 12 12", "--max-new-tokens", "20", *extra)[0]["ids"] == want["ids"]

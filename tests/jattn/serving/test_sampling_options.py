@@ -72,7 +72,7 @@ def test_greedy_tokens_and_log_probabilities_are_those_of_a_loop(plain):
 @pytest.mark.parametrize(
     "draft",
     [
-        dict(num_steps=5, topk=3, num_nodes=12),
+        pytest.param(dict(num_steps=5, topk=3, num_nodes=12), marks=pytest.mark.long),
         dict(num_steps=2, topk=2, num_nodes=6, drafter=tiny()),
         pytest.param(dict(num_steps=7), marks=pytest.mark.long),
         pytest.param(dict(num_steps=3, drafter=tiny()), marks=pytest.mark.long),

@@ -9,6 +9,7 @@ from tiny_model import CONFIG
 
 from jattn.models.decoder import Decoder
 from jattn.resolve import resolve
+from jattn.serving.compilations import counting
 
 
 def drafter(seed: int = 0, **changes):
@@ -42,14 +43,28 @@ def test_any_draft_model_gives_the_tokens_of_plain_decoding(plain, draft, topk, 
         num_pages=-(-160 // page_size),
         drafter=drafter(**model),
     )
-    for temperature, want in plain.items():
-        sequences = serve(engine, BRANCHING, temperature=temperature, **BRANCHING_OPTIONS)
-        assert [sequence.new_ids for sequence in sequences] == want
-        assert all(sequence.num_drafted for sequence in sequences)
-        if draft == "itself" and topk == 1 and temperature == 0:  # the target always agrees with itself
-            rounds = -(-(BRANCHING_OPTIONS["max_new_tokens"] - 1) // (num_steps + 1))
-            assert [sequence.num_rounds for sequence in sequences] == [rounds] * len(BRANCHING)
+    serve(engine, [[1, 2]], max_new_tokens=2)  # warms up
+    with counting() as count:
+        for temperature, want in plain.items():
+            sequences = serve(engine, BRANCHING, temperature=temperature, **BRANCHING_OPTIONS)
+            assert [sequence.new_ids for sequence in sequences] == want
+            assert all(sequence.num_drafted for sequence in sequences)
+            if draft == "itself" and topk == 1 and temperature == 0:  # the target always agrees with itself
+                rounds = -(-(BRANCHING_OPTIONS["max_new_tokens"] - 1) // (num_steps + 1))
+                assert [sequence.num_rounds for sequence in sequences] == [rounds] * len(BRANCHING)
+    assert count.value == 0
     assert engine.scheduler.pages.num_free == engine.scheduler.num_pages
+
+
+@pytest.mark.long
+def test_a_branch_that_reads_its_slot_instead_of_its_parents_drafts_worse_and_changes_no_token(plain):
+    accepted = {}
+    for lineage in ("parent", "slot"):
+        engine = tiny_engine(num_steps=4, topk=4, num_nodes=16, drafter=drafter(), lineage=lineage)
+        sequences = serve(engine, BRANCHING, temperature=0.0, **BRANCHING_OPTIONS)
+        assert [sequence.new_ids for sequence in sequences] == plain[0.0]
+        accepted[lineage] = sum(s.num_round_tokens for s in sequences) / sum(s.num_rounds for s in sequences)
+    assert accepted["parent"] > accepted["slot"] > 1
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused():
