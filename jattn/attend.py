@@ -8,27 +8,33 @@ import pallas_kernels.merge_states.xla as merge_xla
 from jattn.cache import MLACache, PagedKV, RaggedKV
 from jattn.plan import Plan
 from jattn.resolve import Choice, NoBackendError
-from jattn.spec import AttnSpec
+from jattn.spec import AttnSpec, MLASpec
+from pallas_kernels._common import latent_rows
+
+type Spec = AttnSpec | MLASpec
+type Cache = PagedKV | MLACache
 
 
-def write_attend(
+def write_attend[C: (PagedKV, MLACache)](
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    cache: PagedKV,
+    cache: C,
     plan: Plan,
     *,
     layer: int | jax.Array,
-    spec: AttnSpec,
+    spec: Spec,
     choice: Choice,
     mask: str | None = None,
     sinks: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, PagedKV]:
+) -> tuple[jax.Array, jax.Array, C]:
     """Write a step's keys and values, then attend: one primitive, so that a kernel may fuse the two.
 
     Args:
       q: [tokens, num_q_heads, head_dim], rotated, not scaled (`spec.sm_scale` is applied inside).
-      k, v: [tokens, num_kv_heads, head_dim], [tokens, num_kv_heads, v_head_dim], written at `plan.write_slots`.
+      k, v: [tokens, num_kv_heads, head_dim], [tokens, num_kv_heads, v_head_dim], written at `plan.write_slots`. For an
+        `MLACache` the normed latent [tokens, kv_lora_rank] and the rotated shared key [tokens, qk_rope_head_dim], and
+        q as in `attend`; `combinators.mla` has the layer around it.
       cache: donated by the caller's jit; the returned cache takes its place.
       layer: 0 <= layer < cache.num_layers; may be traced.
       mask, sinks: as in `attend`.
@@ -46,15 +52,23 @@ def write_attend(
     ((5, 4, 8), (5, 4))
     """
     _check_cache(cache, plan, spec)
-    _check_rows("k", k, (plan.num_tokens, spec.num_kv_heads, spec.head_dim))
-    _check_rows("v", v, (plan.num_tokens, spec.num_kv_heads, spec.v_head_dim))
+    if isinstance(spec, MLASpec):
+        _check_rows("latent", k, (plan.num_tokens, spec.kv_lora_rank))
+        _check_rows("k_rope", v, (plan.num_tokens, spec.qk_rope_head_dim))
+    else:
+        _check_rows("k", k, (plan.num_tokens, spec.num_kv_heads, spec.head_dim))
+        _check_rows("v", v, (plan.num_tokens, spec.num_kv_heads, spec.v_head_dim))
     cache = write_kv(k, v, cache, plan, layer=layer, choice=choice)
     out, lse = attend(q, cache, plan, layer=layer, spec=spec, choice=choice, mask=mask, sinks=sinks)
     return out, lse, cache
 
 
-def write_kv(k: jax.Array, v: jax.Array, cache: PagedKV, plan: Plan, *, layer, choice: Choice) -> PagedKV:
+def write_kv[C: (PagedKV, MLACache)](k: jax.Array, v: jax.Array, cache: C, plan: Plan, *, layer, choice: Choice) -> C:
     """Store keys and values at `plan.write_slots` of one layer; slot -1 writes nothing. Shapes as in `write_attend`."""
+    if isinstance(cache, MLACache):
+        pages = dict(page_offset=layer * cache.num_pages, num_pages=cache.num_pages)
+        written = choice.function("write_latent")(cache.latent, k, v, plan.write_slots, **pages)
+        return dataclasses.replace(cache, latent=written)
     scales = {}
     if cache.token_scales:
         scales = dict(k_scales=cache.k_scale, v_scales=cache.v_scale)
@@ -80,7 +94,7 @@ def attend(
     plan: Plan,
     *,
     layer: int | jax.Array = 0,
-    spec: AttnSpec,
+    spec: Spec,
     choice: Choice,
     mask: str | None = None,
     sinks: jax.Array | None = None,
@@ -88,7 +102,9 @@ def attend(
     """Attention of packed queries over keys that are already stored.
 
     Args:
-      q: [tokens, num_q_heads, head_dim], rotated, not scaled. Rows follow `plan.cu_q_lens`.
+      q: [tokens, num_q_heads, head_dim], rotated, not scaled. Rows follow `plan.cu_q_lens`. For an `MLACache`
+        [tokens, num_q_heads, kv_lora_rank + qk_rope_head_dim]: absorbed (q_nope times the key's up-projection), then
+        the rotated part.
       kv: a cache, or fresh packed keys (`RaggedKV`; the queries are the last of each request's keys).
       mask: "causal" (bottom-right aligned), "full" (every key of the request, for prefix chunks) or "tree"; by default
         what the plan implies.
@@ -96,34 +112,26 @@ def attend(
         spec without sinks, `merge_states`, then `apply_sinks` once.
 
     Returns:
-      out: [tokens, num_q_heads, v_head_dim] in q's dtype; 0 where no key is visible and for padding rows.
+      out: [tokens, num_q_heads, v_head_dim] in q's dtype; 0 where no key is visible and for padding rows. For an
+        `MLACache` [tokens, num_q_heads, kv_lora_rank], to be up-projected.
       lse: f32[tokens, num_q_heads], natural log, sinks left out; -inf where no key is visible.
-    Raises: ValueError if shapes disagree; NoBackendError for MLA caches, or packed keys without a kernel for them.
+    Raises: ValueError if shapes disagree, or spec and kv are of two kinds; NoBackendError for a choice of another kind
+      of layer, or packed keys without a kernel for them.
     Source: arXiv:2205.14135, algorithm 1; paging as in arXiv:2309.06180.
     """
-    _check_rows("q", q, (plan.num_tokens, spec.num_q_heads, spec.head_dim))
     mask = mask or plan.mask
-    if isinstance(kv, MLACache):
-        raise NoBackendError("no kernel provides mla: attention over an MLACache is not offered yet")
-    if mask not in ("causal", "full", "tree"):
-        raise ValueError(f"mask={mask!r}: want 'causal', 'full' or 'tree'")
-    if (mask == "tree") != (plan.tree is not None):
-        raise ValueError(
-            f"mask={mask!r} but plan.tree is {'set' if plan.tree else 'None'}: give make_plan(tree=...) its bits"
-        )
+    _check_mask(mask, plan)
+    if isinstance(kv, MLACache) and isinstance(spec, MLASpec):
+        return _attend_latent(q, kv, plan, layer, spec, choice, mask, sinks)
+    if isinstance(kv, MLACache) or isinstance(spec, MLASpec):
+        raise _mixed(kv, spec)
+    _check_rows("q", q, (plan.num_tokens, spec.num_q_heads, spec.head_dim))
     if spec.sinks != (sinks is not None):
         raise ValueError(
             f"spec.sinks={spec.sinks} but sinks is {'given' if sinks is not None else 'None'}: they go together"
         )
-    common = dict(
-        cu_q_lens=plan.cu_q_lens,
-        max_q_len=plan.max_q_len,
-        sm_scale=spec.sm_scale,
-        mask=mask,
-        logit_soft_cap=spec.logit_soft_cap,
-        sliding_window=spec.sliding_window,
-        num_splits=choice.num_splits,
-        **_tree_args(plan),
+    common = _common(plan, spec, choice, mask) | dict(
+        logit_soft_cap=spec.logit_soft_cap, sliding_window=spec.sliding_window
     )
     if choice.num_splits == 1:
         common["sinks"] = sinks
@@ -143,11 +151,7 @@ def attend(
             **_bits(kv),
             **common,
         )
-    if choice.num_splits == 1:
-        return out, lse
-    out, lse = merge_states(out, lse, choice=choice)
-    out = apply_sinks(out, lse, sinks) if sinks is not None else out
-    return out.astype(q.dtype), lse
+    return _merged(out, lse, q.dtype, choice, sinks)
 
 
 def merge_states(out: jax.Array, lse: jax.Array, *, choice: Choice | None = None) -> tuple[jax.Array, jax.Array]:
@@ -181,6 +185,43 @@ def _attend_ragged(q, kv: RaggedKV, choice: Choice, common):
     return function(q, kv.k, kv.v, cu_kv_lens=kv.cu_kv_lens, **common)
 
 
+def _attend_latent(q, kv: MLACache, plan: Plan, layer, spec: MLASpec, choice: Choice, mask: str, sinks):
+    if sinks is not None:
+        raise ValueError("sinks are given but spec is an MLASpec: latent attention has none; leave them out")
+    _check_rows("q", q, (plan.num_tokens, spec.num_q_heads, spec.latent_dims))
+    _check_cache(kv, plan, spec)
+    out, lse = choice.function("attend_latent")(
+        q,
+        kv.latent,
+        latent_dim=spec.kv_lora_rank,
+        page_table=plan.page_table,
+        page_offset=layer * kv.num_pages,
+        seq_lens=plan.seq_lens,
+        **_common(plan, spec, choice, mask),
+    )
+    return _merged(out, lse, q.dtype, choice, None)
+
+
+def _common(plan: Plan, spec: Spec, choice: Choice, mask: str) -> dict:
+    # what attention takes whatever it attends to
+    return dict(
+        cu_q_lens=plan.cu_q_lens,
+        max_q_len=plan.max_q_len,
+        sm_scale=spec.sm_scale,
+        mask=mask,
+        num_splits=choice.num_splits,
+        **_tree_args(plan),
+    )
+
+
+def _merged(out, lse, dtype, choice: Choice, sinks):
+    if choice.num_splits == 1:
+        return out, lse
+    out, lse = merge_states(out, lse, choice=choice)
+    out = apply_sinks(out, lse, sinks) if sinks is not None else out
+    return out.astype(dtype), lse
+
+
 def _tree_args(plan: Plan) -> dict:
     if plan.tree is None:
         return {}
@@ -205,12 +246,32 @@ def _check_rows(name: str, x: jax.Array, want: tuple) -> None:
         raise ValueError(f"{name}.shape={x.shape}: want {want} from the plan's tokens and the spec's heads and width")
 
 
-def _check_cache(cache: PagedKV, plan: Plan, spec: AttnSpec) -> None:
+def _check_mask(mask: str, plan: Plan) -> None:
+    if mask not in ("causal", "full", "tree"):
+        raise ValueError(f"mask={mask!r}: want 'causal', 'full' or 'tree'")
+    if (mask == "tree") != (plan.tree is not None):
+        raise ValueError(
+            f"mask={mask!r} but plan.tree is {'set' if plan.tree else 'None'}: give make_plan(tree=...) its bits"
+        )
+
+
+def _mixed(kv, spec: Spec) -> ValueError:
+    return ValueError(
+        f"keys are a {type(kv).__name__} but spec is of {type(spec).__name__}: want MLACache with MLASpec, or "
+        "PagedKV or RaggedKV with AttnSpec (MLASpec.expanded for keys made from latents)"
+    )
+
+
+def _check_cache(cache: Cache, plan: Plan, spec: Spec) -> None:
+    if isinstance(cache, MLACache) and isinstance(spec, MLASpec):
+        names, want = "(kv_lora_rank, qk_rope_head_dim)", (spec.kv_lora_rank, spec.qk_rope_head_dim)
+        got = (want[0], latent_rows.width(cache.latent, want[0]) - want[0])
+    elif isinstance(cache, PagedKV) and isinstance(spec, AttnSpec):
+        names, want = "(kv_heads, head_dim, v_head_dim)", (spec.num_kv_heads, spec.head_dim, spec.v_head_dim)
+        got = (cache.k.shape[2], cache.k.shape[3], cache.v.shape[3])
+    else:
+        raise _mixed(cache, spec)
     if cache.page_size != plan.page_size:
         raise ValueError(f"cache has pages of {cache.page_size} tokens, plan of {plan.page_size}: build both alike")
-    want = (spec.num_kv_heads, spec.head_dim, spec.v_head_dim)
-    got = (cache.k.shape[2], cache.k.shape[3], cache.v.shape[3])
     if got != want:
-        raise ValueError(
-            f"cache holds (kv_heads, head_dim, v_head_dim)={got}, spec says {want}: create it from this spec"
-        )
+        raise ValueError(f"cache holds {names}={got}, spec says {want}: create it from this spec")

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from jattn.spec import KV_DTYPES, AttnSpec, MLASpec, check_page_size
+from pallas_kernels._common import latent_rows
 from pallas_kernels.kv_write.move import move_rows
 
 _INT32_ROWS = 2**31 - 1
 _PLAIN = "token_major"
+_LATENT, _LATENT_FP8 = "latent_rope", "latent_e4m3_rope_bf16"
 _BITS = {"token_major_e4m3_bits": jnp.float8_e4m3fn, "token_major_e5m2_bits": jnp.float8_e5m2}
 """Layouts in which uint8 holds 8-bit floats: XLA:CPU, which has none, would convert the whole pool at each use."""
 
@@ -126,19 +128,77 @@ class RaggedKV:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MLACache:
-    """Paged latents of every layer: one row a token holds the normed latent, then the rotated shared key."""
+    """Paged latents of every layer: one row a token holds the normed latent, then the rotated shared key.
 
-    latent: jax.Array  # [num_layers * num_pages, page_size, kv_lora_rank + qk_rope_head_dim]
+    Carry it through jit with its buffer donated, as `PagedKV`. Layouts: "latent_rope", float entries; and
+    "latent_e4m3_rope_bf16", bytes: the latent as e4m3, an f32 scale for each 128 of it (the last group may be shorter),
+    the key as bfloat16. For DeepSeek that is 512 fp8, 4 scales and 64 bfloat16, 656 bytes a token instead of 1152.
+    """
+
+    latent: jax.Array  # [num_layers * num_pages, page_size, kv_lora_rank + qk_rope_head_dim], or u8[..., bytes]
     num_layers: int = dataclasses.field(metadata=dict(static=True))
-    layout: str = dataclasses.field(default="latent_rope", metadata=dict(static=True))
+    layout: str = dataclasses.field(default=_LATENT, metadata=dict(static=True))
 
     @classmethod
-    def create(cls, spec: MLASpec, *, num_layers: int, num_pages: int, page_size: int, dtype=jnp.bfloat16) -> Self:
-        """An empty cache; attention over it is refused until a kernel provides MLA."""
+    def create(
+        cls,
+        spec: MLASpec,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        dtype: jax.typing.DTypeLike | None = None,
+    ) -> Self:
+        """An empty cache of `num_pages` pages a layer.
+
+        Args: dtype: used when `spec.kv_dtype` is None (default bfloat16).
+        Raises: ValueError if a size is out of range, if a row index would not fit int32, or for a kv_dtype in which no
+          latent is stored.
+
+        >>> spec = MLASpec(num_q_heads=2, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+        ...                kv_dtype="fp8_e4m3")
+        >>> cache = MLACache.create(spec, num_layers=2, num_pages=10, page_size=16)
+        >>> cache.latent.shape, cache.layout
+        ((20, 16, 656), 'latent_e4m3_rope_bf16')
+        """
         _check_pool(num_layers, num_pages, page_size)
-        width = spec.kv_lora_rank + spec.qk_rope_head_dim
-        stored = KV_DTYPES[spec.kv_dtype] if spec.kv_dtype else dtype
-        return cls(latent=jnp.zeros((num_layers * num_pages, page_size, width), stored), num_layers=num_layers)
+        layout, width, held = _LATENT, spec.latent_dims, KV_DTYPES[spec.kv_dtype] if spec.kv_dtype else None
+        if spec.kv_dtype == "fp8_e4m3":
+            layout, width = _LATENT_FP8, latent_rows.num_bytes(spec.kv_lora_rank, spec.qk_rope_head_dim)
+            held = jnp.uint8
+        elif held is not None and jnp.dtype(held).itemsize < 2:
+            raise ValueError(
+                f"MLASpec.kv_dtype={spec.kv_dtype!r}: latents are stored as fp8_e4m3 or as a 16- or 32-bit float; "
+                "name one of those"
+            )
+        held = _unscaled(dtype or jnp.bfloat16, "MLASpec") if held is None else held
+        pool = jnp.zeros((num_layers * num_pages, page_size, width), held)
+        return cls(latent=pool, num_layers=num_layers, layout=layout)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages a layer."""
+        return self.latent.shape[0] // self.num_layers
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """What latents are stored as."""
+        return jnp.dtype(jnp.float8_e4m3fn) if self.layout == _LATENT_FP8 else self.latent.dtype
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self.latent.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool."""
+        return self.latent.size * self.latent.dtype.itemsize
+
+    def move(self, from_slots: jax.Array, to_slots: jax.Array) -> Self:
+        """This cache with rows copied to other slots, in every layer; arguments as in `PagedKV.move`."""
+        (moved,) = move_rows((self.latent,), from_slots, to_slots, num_pages=self.num_pages)
+        return dataclasses.replace(self, latent=moved)
 
 
 def _check_pool(num_layers: int, num_pages: int, page_size: int) -> None:
@@ -153,8 +213,8 @@ def _check_pool(num_layers: int, num_pages: int, page_size: int) -> None:
         )
 
 
-def _unscaled(dtype) -> jnp.dtype:
+def _unscaled(dtype, spec: str = "AttnSpec") -> jnp.dtype:
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-        raise ValueError(f"dtype={dtype}: rows this narrow are stored with scales; name it as AttnSpec.kv_dtype")
+        raise ValueError(f"dtype={dtype}: rows this narrow are stored with scales; name it as {spec}.kv_dtype")
     return dtype

@@ -16,6 +16,7 @@ import pallas_kernels.kv_write.mosaic_gpu_sm90 as kv_write_sm90
 import pallas_kernels.kv_write.xla as kv_write_xla
 import pallas_kernels.merge_states.mosaic_gpu_sm90 as merge_sm90
 import pallas_kernels.merge_states.xla as merge_xla
+import pallas_kernels.mla.xla as mla_xla
 from jattn.features import Feature
 
 
@@ -24,7 +25,7 @@ class KernelRow:
     """One kernel of one set: never subclassed, never mutated."""
 
     set: str
-    op: str  # "attend" | "write_kv" | "merge_states"
+    op: str  # a name of OPS or MLA_OPS
     provides: frozenset[Feature]
     function: Callable | None = None  # None: declared
     ragged: Callable | None = None  # "attend" only: the same over packed keys
@@ -40,6 +41,7 @@ _BASE = frozenset({Feature.PAGED, Feature.CAUSAL, Feature.LSE})
 _MODEL = frozenset({Feature.WINDOW, Feature.SOFT_CAP, Feature.SINKS, Feature.UNEQUAL_HEAD_DIMS})
 _KV = frozenset({Feature.FP8_KV, Feature.INT8_KV, Feature.TOKEN_SCALES})
 _ALL_MHA = _BASE | _MODEL | _KV | {Feature.RAGGED, Feature.FULL, Feature.TREE}
+_ALL_MLA = _BASE | {Feature.MLA, Feature.FP8_KV, Feature.FULL, Feature.TREE}
 
 KERNELS: tuple[KernelRow, ...] = (
     KernelRow(
@@ -79,8 +81,14 @@ KERNELS: tuple[KernelRow, ...] = (
     ),
     KernelRow(set="xla", op="write_kv", provides=_ALL_MHA, function=kv_write_xla.write_kv),
     KernelRow(set="xla", op="merge_states", provides=_ALL_MHA, function=merge_xla.merge_states),
+    KernelRow(set="xla", op="attend_latent", provides=_ALL_MLA, function=mla_xla.attend_latent),
+    KernelRow(set="xla", op="write_latent", provides=_ALL_MLA, function=mla_xla.write_latent),
+    KernelRow(set="xla", op="gather_latent", provides=_ALL_MLA, function=mla_xla.gather_latent),
 )
 OPS = ("attend", "write_kv", "merge_states")
+"""What an MHA/GQA layer calls."""
+MLA_OPS = ("attend_latent", "write_latent", "gather_latent", "attend", "merge_states")
+"""What an MLA layer calls: "attend" on expanded keys, and states of their chunks merged."""
 
 
 def candidates(op: str, sets: tuple[str, ...]) -> list[KernelRow]:

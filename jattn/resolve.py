@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from jattn.backends import BackendPolicy, policy_named
 from jattn.features import Feature
-from jattn.kernel_sets import KERNELS, OPS, KernelRow, candidates
+from jattn.kernel_sets import KERNELS, MLA_OPS, OPS, KernelRow, candidates
 from jattn.platforms import Platform, detect, platform_named
 from jattn.spec import AttnSpec, MLASpec, check_page_size
 
@@ -22,14 +22,18 @@ class Choice:
     policy: str
     platform: str
     needs: frozenset[Feature]
-    rows: tuple[KernelRow, ...]  # one an op, in the order of OPS
+    rows: tuple[KernelRow, ...]  # one an op, in the order of OPS or MLA_OPS
     skipped: tuple[str, ...]  # one sentence for each row passed over
     interpret: bool = False  # on a CPU, where Pallas kernels of a GPU set are interpreted
     num_splits: int = 1  # parts of the keys attended apart and merged
 
     def row(self, op: str) -> KernelRow:
-        """The kernel that serves `op`."""
-        return self.rows[OPS.index(op)]
+        """The kernel that serves `op`. Raises NoBackendError if the layer that was resolved never calls it."""
+        for row in self.rows:
+            if row.op == op:
+                return row
+        ops = ", ".join(row.op for row in self.rows)
+        raise NoBackendError(f"this choice serves {ops}, not {op}: resolve the spec of the layer that asks for it")
 
     def function(self, op: str) -> Callable:
         """The code of that kernel. Raises NoBackendError if the row is declared only."""
@@ -70,7 +74,7 @@ def resolve(
     rules = policy_named(row.default_policy if policy is None else policy)
     check_policy(rules, spec, page_size=page_size, topk=topk)
     _check_asked(prefer, num_splits)
-    return _choose(rules.name, rules.kernel_preference, row, spec.needs(), include_declared, prefer, num_splits)
+    return _choose(rules.name, rules.kernel_preference, row, _asked(spec), include_declared, prefer, num_splits)
 
 
 def check_policy(rules: BackendPolicy, spec: AttnSpec | MLASpec, *, page_size: int | None, topk: int | None) -> None:
@@ -124,22 +128,31 @@ def _check_asked(prefer: tuple[str, ...], num_splits: int) -> None:
         raise ValueError(f"num_splits={num_splits}: want at least 1 (keys attended in one part)")
 
 
+def _asked(spec: AttnSpec | MLASpec) -> tuple[tuple[str, frozenset[Feature]], ...]:
+    # what each op of the layer must provide
+    needs = spec.needs()
+    if isinstance(spec, AttnSpec):
+        return tuple((op, needs) for op in OPS)
+    expanded = spec.expanded.needs() | {Feature.RAGGED, Feature.FULL}
+    return tuple((op, expanded if op in OPS else needs) for op in MLA_OPS)
+
+
 @functools.cache  # reads static facts only, so it is safe while tracing
-def _choose(policy, preference, platform, needs, include_declared, prefer, num_splits) -> Choice:
+def _choose(policy, preference, platform, asked, include_declared, prefer, num_splits) -> Choice:
     preference = tuple(name for name in preference if name in platform.kernel_sets)  # a set runs where its rows do
     order = tuple(dict.fromkeys((*prefer, *preference, *platform.kernel_sets)))
     rows, skipped = [], []
-    for op in OPS:
+    for op, needs in asked:
         chosen, reasons = _first(op, order, platform, needs, include_declared)
         if chosen is None:
-            asked = ", ".join(sorted(needs)) or "plain attention"
-            raise NoBackendError(f"no kernel of {platform.name} serves {op} with {asked}: " + "; ".join(reasons))
+            wanted = ", ".join(sorted(needs)) or "plain attention"
+            raise NoBackendError(f"no kernel of {platform.name} serves {op} with {wanted}: " + "; ".join(reasons))
         rows.append(chosen)
         skipped.extend(reasons)
     return Choice(
         policy=policy,
         platform=platform.name,
-        needs=needs,
+        needs=asked[0][1],
         rows=tuple(rows),
         skipped=tuple(skipped),
         num_splits=num_splits,

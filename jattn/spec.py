@@ -124,8 +124,19 @@ class AttnSpec:
 class MLASpec:
     """One multi-head latent attention layer (DeepSeek-V2, arXiv:2405.04434). Widths as in that paper's config.
 
-    The record exists so that policies and plans can be chosen for MLA models; no kernel provides MLA yet, and
-    `resolve` says so.
+    Args:
+      kv_lora_rank: width of a token's latent, from which every head's key and value are made.
+      qk_nope_head_dim, qk_rope_head_dim: widths of a head's key without and with rotation; the rotated part is one for
+        all heads. Either may be 0, not both.
+      v_head_dim: width of a head's value.
+      q_lora_rank: width of the queries' own latent; attention does not see it.
+      sm_scale: factor on q . k (default (qk_nope_head_dim + qk_rope_head_dim) ** -0.5, in every form).
+      kv_dtype: a name of `KV_DTYPES`; None means the cache's own. "fp8_e4m3" is the packed form of `MLACache`.
+
+    Raises: ValueError naming the field, its value and the rule.
+
+    >>> MLASpec(num_q_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128).latent_dims
+    576
     """
 
     num_q_heads: int
@@ -138,15 +149,39 @@ class MLASpec:
     kv_dtype: str | None = None
 
     def __post_init__(self):
-        for field in ("num_q_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
+        for field in ("num_q_heads", "kv_lora_rank", "v_head_dim"):
             if getattr(self, field) < 1:
                 raise ValueError(f"MLASpec.{field}={getattr(self, field)}: want at least 1")
-        if self.qk_rope_head_dim < 0:
-            raise ValueError(f"MLASpec.qk_rope_head_dim={self.qk_rope_head_dim}: want at least 0 (no rotary part)")
+        for field in ("qk_nope_head_dim", "qk_rope_head_dim"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"MLASpec.{field}={getattr(self, field)}: want at least 0 (no such part)")
+        if self.qk_head_dim == 0:
+            raise ValueError("MLASpec.qk_nope_head_dim=0 and qk_rope_head_dim=0: want a key of at least 1")
         if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPES:
             raise ValueError(f"MLASpec.kv_dtype={self.kv_dtype!r}: want one of {', '.join(KV_DTYPES)}, or None")
         if self.sm_scale is None:
-            object.__setattr__(self, "sm_scale", (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5)
+            object.__setattr__(self, "sm_scale", self.qk_head_dim**-0.5)
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a head's query and key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def latent_dims(self) -> int:
+        """Numbers of a cached token: its latent, then the rotated key that all heads share."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def expanded(self) -> AttnSpec:
+        """The layer with every head's keys and values made from the latents."""
+        return AttnSpec(
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_q_heads,
+            head_dim=self.qk_head_dim,
+            v_head_dim=self.v_head_dim,
+            sm_scale=self.sm_scale,
+        )
 
     def needs(self) -> frozenset[Feature]:
         """Features that any kernel serving this layer must provide."""

@@ -3,6 +3,7 @@
 from jattn.dispatch.backend_facts import dsa_prefill_uses_mha, facts_from
 from jattn.dispatch.defaults import default_policy
 from jattn.dispatch.facts import DispatchFacts
+from jattn.dispatch.form_costs import FormCosts, form_costs
 from jattn.dispatch.knobs import check_deterministic, chunked_prefix_disabled
 from jattn.dispatch.methods import METHODS, AttnForwardMethod
 from jattn.dispatch.names import HybridPair
@@ -13,6 +14,7 @@ __all__ = [
     "AttnForwardMethod",
     "DispatchFacts",
     "Explanation",
+    "FormCosts",
     "HybridPair",
     "check_deterministic",
     "chunked_prefix_disabled",
@@ -20,6 +22,7 @@ __all__ = [
     "dsa_prefill_uses_mha",
     "explain",
     "facts_from",
+    "form_costs",
     "select_method",
     "select_method_traced",
 ]

@@ -26,7 +26,8 @@ class Sums(NamedTuple):
     total: Any
     threshold: Any  # prefix tokens from which expanding pays
     capacity: Any  # tokens that may be expanded at once
-    expansion: Any  # 1024 x requests, see `_expanding_is_cheaper`
+    pair: Any  # costs of the layer, see `form_costs`
+    expansion: Any  # row cost x requests
 
     @classmethod
     def of(cls, facts: DispatchFacts) -> "Sums":
@@ -37,7 +38,8 @@ class Sums(NamedTuple):
             0 if total is None else total,
             facts.chunked_prefix_threshold,
             facts.max_chunk_capacity,
-            1024 * facts.batch_size,
+            facts.costs.pair,
+            facts.costs.row * facts.batch_size,
         )
 
     def as_u32(self) -> "Sums":
@@ -47,18 +49,17 @@ class Sums(NamedTuple):
 
 
 def _expanding_is_cheaper(sums: Sums) -> Truth:
-    """Fewer multiplications in the expanded form than in the absorbed one.
+    """The expanded form costs less than the absorbed one, by the layer's `FormCosts`.
 
-    For q fresh and p cached tokens a request, absorbed less expanded is 1536 (q p + q^2 / 2) - 262144 p a head: 1536 =
-    2176 - 640 for each query-key pair, 262144 for each cached row that is expanded. With sums Q and P spread evenly
-    over B requests that is 3 Q (2 P + Q) > 1024 P B. Inside jit exact up to 1.4e9 tokens and 4e6 requests.
+    With sums Q and P spread evenly over B requests that is pair Q (2 P + Q) > row P B. Inside jit exact while pair Q,
+    2 P + Q and row B fit u32: for DeepSeek's 3 and 1024 up to 1.4e9 tokens and 4e6 requests.
     """
     p, s = sums.prefix, sums.total
     if isinstance(p, int):
         q = max(s - p, 0)
-        return 3 * q * (2 * p + q) > p * sums.expansion
+        return sums.pair * q * (2 * p + q) > p * sums.expansion
     q = jnp.where(s > p, s - p, jnp.uint32(0))
-    return _exceeds((3 * q, 2 * p + q), (p, sums.expansion))
+    return _exceeds((sums.pair * q, 2 * p + q), (p, sums.expansion))
 
 
 def _exceeds(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> jax.Array:

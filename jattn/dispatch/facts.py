@@ -7,6 +7,7 @@ from collections import namedtuple
 import jax
 from jax.core import Tracer
 
+from jattn.dispatch.form_costs import FormCosts
 from jattn.modes import ForwardMode
 
 _TRACED = ("sum_prefix_lens", "sum_seq_lens")
@@ -44,6 +45,7 @@ class DispatchFacts:
     fp8_gfx95_dense: bool = False  # Kimi-K3's dense fp8 prefill on gfx95
     # Read by `native` only.
     batch_size: int = 1  # requests; the sums are taken as spread evenly over them
+    costs: FormCosts = FormCosts()  # of the layer on its platform, see `form_costs`
     # Read by no rule.
     policy: str | None = None  # the name that `facts_from` read from the active backend's stamps
 

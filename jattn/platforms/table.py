@@ -9,10 +9,12 @@ from jattn.platforms.lookup import named
 from jattn.platforms.platform import Evidence, Platform
 
 _OPS = ("attend", "write_kv", "merge_states")
+_MLA_OPS = ("attend_latent", "write_latent", "gather_latent")  # of the `xla` set only
 
 
 def _evidence(**levels: Evidence) -> dict[str, Evidence]:
-    return {f"{kernel_set}/{op}": level for kernel_set, level in levels.items() for op in _OPS}
+    ops = {kernel_set: _OPS + _MLA_OPS if kernel_set == "xla" else _OPS for kernel_set in levels}
+    return {f"{kernel_set}/{op}": level for kernel_set, level in levels.items() for op in ops[kernel_set]}
 
 
 _DECLARED, _LOWERED = Evidence.DECLARED, Evidence.LOWERED

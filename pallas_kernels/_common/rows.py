@@ -1,26 +1,30 @@
 """Keys and values as rows: where a request's keys lie, and fetching them."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._common import float8, ints
+from pallas_kernels._common import float8, ints, latent_rows
 
 MAX_ROWS = 2**31 - 1  # row ids are int32
 
 
 class Stored(NamedTuple):
-    """Stored keys and values, a row a token, and the way from sequence indices to rows."""
+    """Stored keys and values, a row a token: what they are, the way from sequence indices to rows, and fetching."""
 
-    k: jax.Array  # [rows, kv_heads, k_dim]
-    v: jax.Array  # [rows, kv_heads, v_dim]
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    arrays: tuple  # all arrays behind `locate` and `fetch`, for what must vary over a mesh as they do
     k_scale: jax.Array | None  # None, f32 scalar, or f32[rows, kv_heads]
     v_scale: jax.Array | None
-    kind: jnp.dtype  # of k and v, whose bits they are where they are uint8
     locate: Callable[[jax.Array, jax.Array], jax.Array]  # (seq i32[lanes], keys i32[lanes, n]) -> rows i32[lanes, n]
+    fetch: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
+    """(rows i32[lanes, n], a query's dtype) -> k [lanes, n, kv_heads, k_dim], v [lanes, n, kv_heads, v_dim]; 8-bit
+    floats that are stored as bits come in the query's dtype, the rest as stored."""
 
 
 def check_slots(k_pages: jax.Array) -> None:
@@ -32,22 +36,59 @@ def check_slots(k_pages: jax.Array) -> None:
 
 def paged(k_pages, v_pages, k_scale, v_scale, page_table, page_offset, kv_dtype) -> Stored:
     """Rows of a paged cache. Only table entries of the asked keys are used."""
-    pages, page_size = k_pages.shape[:2]
+    kind = float8.kind_of(k_pages, kv_dtype)
+    k_scale, v_scale = (x if x is None or x.ndim == 0 else flat(x) for x in (k_scale, v_scale))
+    locate = in_pages(page_table, page_offset, k_pages.shape[1])
+    return _separate(flat(k_pages), flat(v_pages), k_scale, v_scale, kind, locate, (page_table, page_offset))
 
-    def flat(x):
-        return x.reshape(pages * page_size, *x.shape[2:])
+
+def packed(k, v, k_scale, v_scale, cu_kv_lens) -> Stored:
+    """Rows of keys that lie request after request."""
+
+    def locate(seq, keys):
+        return ints.pick(cu_kv_lens, seq)[:, None] + keys
+
+    return _separate(k, v, k_scale, v_scale, k.dtype, locate, (cu_kv_lens,))
+
+
+def latents(pages, latent_dim: int, page_table, page_offset) -> Stored:
+    """Rows of a paged latent cache, as `latent_rows` has them: one KV head whose values are the front of its keys."""
+    width, rows = latent_rows.width(pages, latent_dim), flat(pages)
+
+    def fetch(at, dtype):
+        # The barrier makes the row one tile that both products read: without it each would gather its own.
+        row = lax.optimization_barrier(latent_rows.unpack(ints.pick(rows, at), latent_dim, dtype))[:, :, None, :]
+        return row, row[..., :latent_dim]
+
+    locate = in_pages(page_table, page_offset, pages.shape[1])
+    return Stored(1, width, latent_dim, (pages, page_table, page_offset), None, None, locate, fetch)
+
+
+def flat(pages: jax.Array) -> jax.Array:
+    """[pages, page_size, ...] as [rows, ...]."""
+    return pages.reshape(pages.shape[0] * pages.shape[1], *pages.shape[2:])
+
+
+def in_pages(page_table: jax.Array, page_offset, page_size: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """`Stored.locate` of paged rows. Only table entries of the asked keys are used."""
 
     def locate(seq, keys):
         ids = ints.clipped(page_table, seq[:, None], ints.div(keys, page_size))
         return (ids + page_offset) * page_size + ints.rem(keys, page_size)
 
-    k_scale, v_scale = (x if x is None or x.ndim == 0 else flat(x) for x in (k_scale, v_scale))
-    return Stored(flat(k_pages), flat(v_pages), k_scale, v_scale, float8.kind_of(k_pages, kv_dtype), locate)
+    return locate
 
 
-def packed(k, v, k_scale, v_scale, cu_kv_lens) -> Stored:
-    """Rows of keys that lie request after request."""
-    return Stored(k, v, k_scale, v_scale, k.dtype, lambda seq, keys: ints.pick(cu_kv_lens, seq)[:, None] + keys)
+def _separate(k, v, k_scale, v_scale, kind, locate, arrays) -> Stored:
+    # keys and values in arrays of their own
+    if k.shape[0] == 0:  # no keys at all: nothing to point a masked key at
+        k, v = (jnp.zeros((1, *x.shape[1:]), x.dtype) for x in (k, v))
+
+    def fetch(at, dtype):
+        return float8.from_stored(take(k, at), kind, dtype), float8.from_stored(take(v, at), kind, dtype)
+
+    arrays = (k, v, k_scale, v_scale, *arrays)
+    return Stored(k.shape[1], k.shape[2], v.shape[2], arrays, k_scale, v_scale, locate, fetch)
 
 
 def take(x: jax.Array, rows: jax.Array) -> jax.Array:

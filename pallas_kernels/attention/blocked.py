@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._common import float8, ints, masks, rows, shards, softmax, tiles
+from pallas_kernels._common import ints, masks, rows, shards, softmax, tiles
 from pallas_kernels._common.masks import Rules, Tree
 from pallas_kernels._common.rows import Stored
 from pallas_kernels._common.softmax import Carry
@@ -34,13 +34,12 @@ class Problem(NamedTuple):
     @property
     def heads(self) -> tuple[int, int]:
         """KV heads, and query heads a KV head."""
-        kv_heads = self.stored.k.shape[1]
-        return kv_heads, self.q.shape[1] // kv_heads
+        return self.stored.kv_heads, self.q.shape[1] // self.stored.kv_heads
 
     @property
     def arrays(self) -> tuple:
         """A tree of all arrays, for what must vary over a mesh as they do."""
-        return self.q, self.stored[:4], self.seq_lens, self.cu_q_lens, self.sinks, self.tree
+        return self.q, self.stored.arrays, self.seq_lens, self.cu_q_lens, self.sinks, self.tree
 
 
 def attend(problem: Problem, configs: tuple[Config, ...]) -> tuple[jax.Array, jax.Array]:
@@ -48,7 +47,7 @@ def attend(problem: Problem, configs: tuple[Config, ...]) -> tuple[jax.Array, ja
     tokens, q_heads, _ = problem.q.shape
     lead = (problem.splits,) if problem.splits > 1 else ()
     out_type = problem.q.dtype if problem.splits == 1 else jnp.float32
-    out = jnp.zeros((*lead, tokens, q_heads, problem.stored.v.shape[2]), out_type)
+    out = jnp.zeros((*lead, tokens, q_heads, problem.stored.v_dim), out_type)
     lse = jnp.full((*lead, tokens, q_heads), -jnp.inf, jnp.float32)
     num_seqs = problem.seq_lens.shape[0]
     q_lens = problem.cu_q_lens[1:] - problem.cu_q_lens[:-1]
@@ -94,7 +93,7 @@ def _run_all(problem: Problem, config: Config, runs: Runs, out_type):
     extra = -num % lanes
     padded = jax.tree.map(lambda x: jnp.pad(x, (0, extra)), (runs.tile, runs.begin, runs.end)) if extra else runs[:3]
     busy = jnp.sum(runs.end > runs.begin, dtype=jnp.int32)
-    q_heads, v_dim = problem.q.shape[1], problem.stored.v.shape[2]
+    q_heads, v_dim = problem.q.shape[1], problem.stored.v_dim
 
     def group(i, state):
         outs, lses = state
@@ -119,7 +118,7 @@ def _run(problem: Problem, config: Config, tile: Tiles, begin, end) -> Carry:
     q = ints.clipped(problem.q, q_rows).reshape(lanes, config.block_q, kv_heads, group, problem.q.shape[2])
     q = jnp.swapaxes(q, 1, 2).reshape(lanes, kv_heads, config.block_q * group, problem.q.shape[2])
     step = functools.partial(_step, problem, config)
-    carry = softmax.empty((lanes, kv_heads, config.block_q * group), problem.stored.v.shape[2])
+    carry = softmax.empty((lanes, kv_heads, config.block_q * group), problem.stored.v_dim)
     carry = shards.varying_like(carry, problem.arrays)
 
     def advance(i, inputs, carry):
@@ -151,7 +150,7 @@ def _step(problem: Problem, config: Config, q, tile: Tiles, q_rows, block, carry
     # A key outside the range stands for the nearest one in it: nothing unwritten is read, so no NaN needs masking.
     near = jnp.clip(keys, tile.low[:, None], tile.high[:, None] - 1)
     at = lax.optimization_barrier(stored.locate(tile.seq, near))  # else each copied float divides and looks up anew
-    k, v = (float8.from_stored(rows.take(x, at), stored.kind, q.dtype) for x in (stored.k, stored.v))
+    k, v = stored.fetch(at, q.dtype)
     scores = _products(q, k, config) * _scale(rules.sm_scale, stored.k_scale, at)
     if rules.logit_soft_cap is not None:
         scores = rules.logit_soft_cap * jnp.tanh(scores / rules.logit_soft_cap)

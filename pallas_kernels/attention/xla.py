@@ -4,10 +4,9 @@ Source: arXiv:2205.14135, algorithm 1 (online softmax); arXiv:2309.06180 (paging
 """
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels._common import masks, rows
-from pallas_kernels._common.masks import Rules
+from pallas_kernels._common.masks import Rules, Tree
 from pallas_kernels._common.rows import Stored
 from pallas_kernels.attention import blocked
 from pallas_kernels.attention.config import Config, heuristic
@@ -74,7 +73,7 @@ def paged_attention(
     stored = rows.paged(k_pages, v_pages, k_scale, v_scale, page_table, page_offset, kv_dtype)
     rules = Rules(sm_scale=sm_scale, mask=mask, logit_soft_cap=logit_soft_cap, sliding_window=sliding_window)
     tree = masks.make_tree(rules, q.shape[0], tree_bits, tree_starts, tree_kv_positions, q_positions)
-    return _attend(q, stored, seq_lens, cu_q_lens, sinks, tree, rules, max_q_len, num_splits, config)
+    return attend_stored(q, stored, seq_lens, cu_q_lens, sinks, tree, rules, max_q_len, num_splits, config)
 
 
 def ragged_attention(
@@ -113,14 +112,26 @@ def ragged_attention(
     rules = Rules(sm_scale=sm_scale, mask=mask, logit_soft_cap=logit_soft_cap, sliding_window=sliding_window)
     tree = masks.make_tree(rules, q.shape[0], tree_bits, tree_starts, tree_kv_positions, q_positions)
     seq_lens = cu_kv_lens[1:] - cu_kv_lens[:-1]
-    return _attend(q, stored, seq_lens, cu_q_lens, sinks, tree, rules, max_q_len, num_splits, config)
+    return attend_stored(q, stored, seq_lens, cu_q_lens, sinks, tree, rules, max_q_len, num_splits, config)
 
 
-def _attend(q, stored: Stored, seq_lens, cu_q_lens, sinks, tree, rules: Rules, max_q_len, num_splits, config):
-    kv_heads, q_heads = stored.k.shape[1], q.shape[1]
-    if q_heads % kv_heads or q.shape[2] != stored.k.shape[2]:
+def attend_stored(
+    q: jax.Array,
+    stored: Stored,
+    seq_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    sinks: jax.Array | None,
+    tree: Tree | None,
+    rules: Rules,
+    max_q_len: int,
+    num_splits: int,
+    config: Config | tuple[Config, ...] | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over rows however they are stored; arguments, results and errors as in `paged_attention`."""
+    kv_heads, q_heads = stored.kv_heads, q.shape[1]
+    if q_heads % kv_heads or q.shape[2] != stored.k_dim:
         raise ValueError(
-            f"q has {q_heads} heads of {q.shape[2]}, the keys {kv_heads} of {stored.k.shape[2]}: want a multiple of "
+            f"q has {q_heads} heads of {q.shape[2]}, the keys {kv_heads} of {stored.k_dim}: want a multiple of "
             "the heads, and equal widths"
         )
     if cu_q_lens.shape != (seq_lens.shape[0] + 1,):
@@ -130,9 +141,6 @@ def _attend(q, stored: Stored, seq_lens, cu_q_lens, sinks, tree, rules: Rules, m
             f"num_splits={num_splits} with sinks {'given' if sinks is not None else 'None'}: want at least 1, and "
             "sinks applied once, after merge_states, when there is more than one"
         )
-    if stored.k.shape[0] == 0:  # no keys at all: nothing to point a masked key at
-        stored = stored._replace(k=jnp.zeros((1, *stored.k.shape[1:]), stored.k.dtype))
-        stored = stored._replace(v=jnp.zeros((1, *stored.v.shape[1:]), stored.v.dtype))
     if config is None:
         config = heuristic(max_q_len=max_q_len, group=q_heads // kv_heads)
     problem = blocked.Problem(q, stored, seq_lens, cu_q_lens, sinks, tree, rules, max_q_len, num_splits)

@@ -3,10 +3,9 @@
 import pytest
 
 from jattn import AttnSpec, Feature, MLASpec
-from jattn.kernel_sets import KERNELS, OPS
+from jattn.kernel_sets import KERNELS, MLA_OPS, OPS
 
 REFUSED = {
-    Feature.MLA,
     Feature.ALIBI,
     Feature.CROSS_ATTENTION,
     Feature.CHUNKED_LOCAL,
@@ -35,13 +34,16 @@ def spec(**fields):
 def test_each_feature_is_provided_by_the_plain_kernels_or_by_none():
     for op in OPS:
         plain = next(row for row in KERNELS if row.set == "xla" and row.op == op)
-        assert plain.provides == set(Feature) - REFUSED
+        assert plain.provides == set(Feature) - REFUSED - {Feature.MLA}
+    for op in set(MLA_OPS) - set(OPS):
+        plain = next(row for row in KERNELS if row.set == "xla" and row.op == op)
+        assert {Feature.MLA, Feature.PAGED, Feature.TREE, Feature.FULL, Feature.LSE, Feature.FP8_KV} <= plain.provides
     assert not any(row.provides & REFUSED for row in KERNELS)
 
 
 def test_the_plain_kernels_are_written_for_every_op():
     assert all(row.function is not None for row in KERNELS if row.set == "xla")
-    assert {row.op for row in KERNELS if row.set == "xla"} == set(OPS)
+    assert {row.op for row in KERNELS if row.set == "xla"} == {*OPS, *MLA_OPS}
 
 
 def test_plain_grouped_query_attention_needs_nothing():

@@ -9,7 +9,7 @@ import pytest
 import jattn
 from jattn import AttnSpec, MLASpec, NoBackendError, resolve
 from jattn.backends import POLICIES
-from jattn.kernel_sets import KERNELS, OPS
+from jattn.kernel_sets import KERNELS, MLA_OPS, OPS
 from jattn.platforms import PLATFORMS, detect
 from jattn.resolve import _choose, check_policy
 
@@ -44,9 +44,25 @@ def test_every_missing_feature_is_named_at_once():
         resolve(AttnSpec(**HEADS, alibi=True, cross_attention=True, sinks=True), "native", "cpu")
 
 
-def test_latent_attention_is_refused_by_name():
-    with pytest.raises(NoBackendError, match="no kernel of cpu serves attend with mla: xla/attend lacks mla"):
-        resolve(LATENT, "native", "cpu")
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_latent_layer_has_kernels_of_its_own_and_for_its_expanded_keys(platform):
+    choice = resolve(LATENT, "native", platform)
+    assert tuple(kernel.op for kernel in choice.rows) == MLA_OPS
+    assert all(kernel.function is not None for kernel in choice.rows)
+    assert choice.row("attend_latent").name == "xla/attend_latent" and choice.needs == {jattn.Feature.MLA}
+    assert choice.row("attend").ragged is not None
+
+
+def test_a_choice_of_another_kind_of_layer_says_what_it_serves():
+    with pytest.raises(NoBackendError, match="attend, write_kv, merge_states, not attend_latent: resolve the spec"):
+        resolve(SPEC, "native", "cpu").row("attend_latent")
+    with pytest.raises(NoBackendError, match="not write_kv"):
+        resolve(LATENT, "native", "cpu").row("write_kv")
+
+
+def test_a_latent_dtype_without_a_kernel_is_refused_by_name():
+    with pytest.raises(NoBackendError, match="serves attend_latent with int8_kv, mla: xla/attend_latent lacks int8_kv"):
+        resolve(dataclasses.replace(LATENT, kv_dtype="int8"), "native", "cpu")
 
 
 @pytest.mark.parametrize("spec", [SPEC, LATENT], ids=["mha", "mla"])
@@ -206,7 +222,8 @@ def test_preferred_sets_come_before_the_platforms_own():
 
 def test_a_policys_preference_never_brings_in_a_set_of_another_platform():
     def sets(platform):
-        choice = _choose("made_up", ("tpu", "xla", "hopper"), PLATFORMS[platform], frozenset(), True, (), 1)
+        asked = tuple((op, frozenset()) for op in OPS)
+        choice = _choose("made_up", ("tpu", "xla", "hopper"), PLATFORMS[platform], asked, True, (), 1)
         return [kernel.set for kernel in choice.rows]
 
     assert sets("cpu") == ["xla"] * 3

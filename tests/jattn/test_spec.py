@@ -70,7 +70,8 @@ def test_a_wrong_field_is_named_with_its_value_and_the_rule(fields, message):
     [
         (dict(num_q_heads=0), r"MLASpec.num_q_heads=0: want at least 1"),
         (dict(kv_lora_rank=0), r"MLASpec.kv_lora_rank=0: want at least 1"),
-        (dict(qk_nope_head_dim=0), r"MLASpec.qk_nope_head_dim=0: want at least 1"),
+        (dict(qk_nope_head_dim=-1), r"MLASpec.qk_nope_head_dim=-1: want at least 0"),
+        (dict(qk_nope_head_dim=0, qk_rope_head_dim=0), r"qk_nope_head_dim=0 and qk_rope_head_dim=0: want a key"),
         (dict(qk_rope_head_dim=-4), r"MLASpec.qk_rope_head_dim=-4: want at least 0"),
         (dict(v_head_dim=-1), r"MLASpec.v_head_dim=-1: want at least 1"),
         (dict(kv_dtype="fp8"), r"MLASpec.kv_dtype='fp8': want one of float32"),

@@ -1,0 +1,103 @@
+"""Which cached latents are expanded together: planned once a forward, in bucketed shapes, so that serving compiles few.
+
+Source: the chunk plan of SGLang (`prepare_chunked_prefix_cache_info`), as in `jattn.dispatch.prefix_chunks`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.dispatch import AttnForwardMethod as M
+from jattn.dispatch.prefix_chunks import plan_prefix_chunks
+from jattn.plan import Ints, offsets_of, rows_of, slots_of
+
+CHUNKED = frozenset({M.MHA_CHUNKED_KV, M.MHA_CHUNKED_KV_ROCM})
+# Policies that choose these for prefixes too have kernels that expand the prefix by themselves (aiter, ascend).
+_FRESH = frozenset({M.MHA, M.MHA_ROCM, M.MHA_NPU})
+ONE_SHOT = frozenset({M.MHA_ONE_SHOT, M.MHA_ONE_SHOT_ROCM})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LatentChunks:
+    """Chunk i holds cached tokens starts[i, b] ... starts[i, b] + lens[i, b] - 1 of each request b, request by request.
+
+    The shapes are buckets; chunks past `num_chunks` are never worked on. No chunk at all: nothing is cached.
+    """
+
+    slots: jax.Array  # i32[chunks, rows], where the tokens lie within a layer; -1 past a chunk's end
+    cu_kv_lens: jax.Array  # i32[chunks, seqs + 1], row offsets of the requests
+    starts: jax.Array  # i32[chunks, seqs], sequence index of the first token
+    num_chunks: jax.Array  # i32[], chunks in use
+
+
+def make_chunks(
+    method: M,
+    seq_lens: Ints,
+    q_lens: Ints,
+    page_table: Ints,
+    *,
+    page_size: int,
+    capacity: int = 131072,
+    min_rows: int = 64,
+    min_chunks: int = 1,
+) -> LatentChunks | None:
+    """The chunks that `method` expands, from lengths on the host. None for forms that expand nothing cached.
+
+    MHA_CHUNKED_KV, and MHA where there is a prefix, give each request the same share of `capacity` tokens a chunk.
+    MHA_ONE_SHOT has one chunk of prefix and fresh tokens together, or none where no request has a prefix. Rows and
+    numbers of chunks are powers of two (at most `capacity` rows).
+    Args: seq_lens, q_lens: i32[seqs], as in `make_plan`. page_table: i32[seqs, max_pages]; may lie on the device.
+      capacity: tokens that may be up-projected at once. min_rows, min_chunks: smallest buckets; larger ones mean fewer
+      programs. Chunks that are not in use cost nothing, rows are gathered and up-projected all the same.
+    Raises: ValueError if the capacity has no token for each request, or less than all tokens of a one-shot pass.
+
+    >>> chunks = make_chunks(M.MHA_CHUNKED_KV, [6, 13, 2], [1, 1, 2], np.arange(12).reshape(3, 4), page_size=4,
+    ...                      capacity=12)
+    >>> chunks.slots.shape, int(chunks.num_chunks), chunks.cu_kv_lens.tolist()
+    ((4, 12), 3, [[0, 4, 8, 8], [0, 1, 5, 5], [0, 0, 4, 4], [0, 0, 0, 0]])
+    """
+    if method not in CHUNKED | ONE_SHOT | _FRESH:
+        return None
+    seqs, fresh = np.asarray(seq_lens, np.int64), np.asarray(q_lens, np.int64)
+    prefixes = seqs - fresh
+    if method not in ONE_SHOT:
+        plan = plan_prefix_chunks(prefixes.tolist(), capacity=capacity)
+        starts, lens = plan.starts, plan.lens
+    else:
+        total = int(seqs.sum()) if prefixes.any() else 0
+        if total > capacity:
+            raise ValueError(
+                f"capacity={capacity} but {total} tokens are to be expanded in one shot: use MHA_CHUNKED_KV, or raise "
+                "max_chunk_capacity"
+            )
+        lens = seqs.astype(np.int32)[None, :] if total else np.zeros((0, len(seqs)), np.int32)
+        starts = np.zeros_like(lens)
+    longest = int(lens.sum(axis=1).max(initial=0))
+    rows = min(_bucket(longest, min_rows), capacity) if longest else 0
+    spare = ((0, _bucket(len(lens), min_chunks) - len(lens) if len(lens) else 0), (0, 0))
+    arrays = (jnp.asarray(np.pad(x, spare), jnp.int32) for x in (starts, lens))
+    return _place(*arrays, jnp.asarray(page_table, jnp.int32), np.int32(len(lens)), rows=rows, page_size=page_size)
+
+
+def _bucket(n: int, least: int) -> int:
+    return max(least, 1 << (n - 1).bit_length())
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "page_size"))
+def _place(starts, lens, page_table, num_chunks, *, rows: int, page_size: int) -> LatentChunks:
+    if not starts.shape[0]:
+        slots, offsets = jnp.zeros((0, rows), jnp.int32), jnp.zeros((0, starts.shape[1] + 1), jnp.int32)
+        return LatentChunks(slots=slots, cu_kv_lens=offsets, starts=starts, num_chunks=num_chunks)
+
+    def one(start, length):
+        offsets = offsets_of(length)
+        seq, idx, valid = rows_of(offsets, rows)
+        at = jnp.where(valid, start[seq] + idx, 0)
+        return jnp.where(valid, slots_of(page_table, seq, at, page_size), -1), offsets
+
+    slots, offsets = jax.vmap(one)(starts, lens)
+    return LatentChunks(slots=slots, cu_kv_lens=offsets, starts=starts, num_chunks=num_chunks)

@@ -1,0 +1,109 @@
+"""Latent (MLA) attention in plain JAX: absorbed attention over pages, writing latent rows, gathering them.
+
+Source: arXiv:2405.04434, section 2.1 (DeepSeek-V2); blocks as in `pallas_kernels.attention`.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._common import ints, latent_rows, masks, rows
+from pallas_kernels._common.masks import Rules
+from pallas_kernels._common.put import put_rows
+from pallas_kernels.attention.config import Config
+from pallas_kernels.attention.xla import attend_stored
+from pallas_kernels.mla.config import heuristic
+
+
+def attend_latent(
+    q: jax.Array,
+    pages: jax.Array,
+    *,
+    latent_dim: int,
+    page_table: jax.Array,
+    page_offset: jax.Array | int = 0,
+    seq_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    max_q_len: int,
+    sm_scale: float,
+    mask: str = "causal",
+    tree_bits: jax.Array | None = None,
+    tree_starts: jax.Array | None = None,
+    tree_kv_positions: jax.Array | None = None,
+    q_positions: jax.Array | None = None,
+    num_splits: int = 1,
+    config: Config | tuple[Config, ...] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of absorbed queries over latent rows: the whole row is the key of every head, its front the value.
+
+    Args:
+      q: [tokens, heads, latent_dim + rope_dim], the absorbed part first.
+      pages: [pages_total, page_size, row], all layers; rows as `_common/latent_rows.py` says, float or uint8.
+      The rest as in `attention.xla.paged_attention`, which also says what is returned and raised.
+
+    Returns: out: q.dtype [tokens, heads, latent_dim]. lse: f32[tokens, heads].
+    """
+    check_pages(pages, page_table, seq_lens)
+    stored = rows.latents(pages, latent_dim, page_table, page_offset)
+    rules = Rules(sm_scale=sm_scale, mask=mask)
+    tree = masks.make_tree(rules, q.shape[0], tree_bits, tree_starts, tree_kv_positions, q_positions)
+    config = config or heuristic(max_q_len=max_q_len, num_heads=q.shape[1])
+    return attend_stored(q, stored, seq_lens, cu_q_lens, None, tree, rules, max_q_len, num_splits, config)
+
+
+def write_latent(
+    pages: jax.Array,
+    latent: jax.Array,
+    k_rope: jax.Array,
+    slots: jax.Array,
+    *,
+    page_offset: jax.Array | int = 0,
+    num_pages: int | None = None,
+) -> jax.Array:
+    """Store latent rows at their slots of one layer.
+
+    Args:
+      pages: [pages_total, page_size, row], all layers; donate it.
+      latent, k_rope: [tokens, latent_dim], [tokens, rope_dim].
+      slots, page_offset, num_pages: as in `kv_write.xla.write_kv`.
+
+    Returns: pages. A uint8 pool gets each group of 128 latents with its own scale, absolute maximum / 448.
+    Raises: ValueError if the widths disagree with the rows.
+    """
+    rows.check_slots(pages)
+    want = latent_rows.width(pages, latent.shape[-1])
+    if latent.shape[-1] + k_rope.shape[-1] != want:
+        raise ValueError(
+            f"latent and key of {latent.shape[-1]} + {k_rope.shape[-1]} for rows of {want}: build them alike"
+        )
+    capacity = (pages.shape[0] if num_pages is None else num_pages) * pages.shape[1]
+    held = (slots >= 0) & (slots < capacity)
+    at = jnp.asarray(page_offset, jnp.int32) * pages.shape[1] + slots
+    return put_rows((pages,), (latent_rows.pack(latent, k_rope, pages.dtype),), at, held)[0]
+
+
+def gather_latent(
+    pages: jax.Array, slots: jax.Array, *, latent_dim: int, page_offset: jax.Array | int = 0, dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Latents and keys of slots of one layer.
+
+    Args: pages: [pages_total, page_size, row]. slots: i32[rows]; -1 gives zeros. dtype: of what is returned.
+    Returns: latent [rows, latent_dim], k_rope [rows, rope_dim].
+    """
+    rows.check_slots(pages)
+    rope_dim = latent_rows.width(pages, latent_dim) - latent_dim
+    if pages.shape[0] == 0:
+        return jnp.zeros((slots.shape[0], latent_dim), dtype), jnp.zeros((slots.shape[0], rope_dim), dtype)
+    held = slots >= 0
+    at = jnp.where(held, slots + jnp.asarray(page_offset, jnp.int32) * pages.shape[1], 0)
+    got = latent_rows.unpack(ints.pick(rows.flat(pages), at), latent_dim, dtype).astype(dtype)
+    got = jnp.where(held[:, None], got, jnp.zeros((), dtype))
+    return got[:, :latent_dim], got[:, latent_dim:]
+
+
+def check_pages(pages: jax.Array, page_table: jax.Array, seq_lens: jax.Array) -> None:
+    """Raise ValueError if row ids would not fit int32, or the table is not a row a request."""
+    rows.check_slots(pages)
+    if page_table.shape[0] != seq_lens.shape[0]:
+        raise ValueError(
+            f"page_table.shape[0]={page_table.shape[0]} but seq_lens.shape[0]={seq_lens.shape[0]}: one row a request"
+        )
