@@ -133,7 +133,9 @@ def rows_of(spec: MLASpec, dtype, latent, key):
         return np.concatenate([latent, key], axis=1).astype(kind)
     parts, scales = [], []
     for at in range(0, latent.shape[1], GROUP):
-        stored, scale = drawn.quantise(latent[:, at : at + GROUP], _E4M3)
+        group = latent[:, at : at + GROUP].astype(np.float32)
+        top = np.abs(group).max(axis=1)
+        stored, scale = drawn.quantise(group, _E4M3, np.where(top > 0, top * np.float32(1 / 448), np.float32(1)))
         parts.append(stored.view(np.uint8))
         scales.append(scale[:, None].view(np.uint8))
     key = np.ascontiguousarray(key.astype(ml_dtypes.bfloat16)).view(np.uint8)

@@ -40,8 +40,10 @@ def pack(latent: jax.Array, k_rope: jax.Array, dtype) -> jax.Array:
     latent_dim = latent.shape[-1]
     padded = jnp.pad(latent.astype(jnp.float32), ((0, 0), (0, -latent_dim % GROUP)))
     groups = padded.reshape(latent.shape[0], -(-latent_dim // GROUP), GROUP)
-    # the barrier: stored values are divided by exactly the scale beside them, as in `kv_write`
-    scales = jax.lax.optimization_barrier(quantise.row_scale(groups, _E4M3))
+    top = jnp.max(jnp.abs(groups), axis=-1)
+    # A product, because XLA makes one of a division by a constant on some platforms; the barrier, because it would
+    # simplify 1 / (top * c): so a row's bits are the same everywhere.
+    scales = jax.lax.optimization_barrier(jnp.where(top > 0, top * jnp.float32(1 / quantise.largest(_E4M3)), 1.0))
     values = quantise.stored(groups, scales[..., None], _E4M3).reshape(padded.shape)[:, :latent_dim]
     parts = _bits(values[..., None]), _bits(scales), _bits(k_rope.astype(jnp.bfloat16))
     return jnp.concatenate(parts, axis=-1)
