@@ -9,12 +9,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jattn.dispatch import AttnForwardMethod as M
 from jattn.dispatch.prefix_chunks import plan_prefix_chunks
 from jattn.plan import Ints, offsets_of, rows_of, slots_of
+from pallas_kernels._common import ints
 
 CHUNKED = frozenset({M.MHA_CHUNKED_KV, M.MHA_CHUNKED_KV_ROCM})
+BLOCK = 512  # tokens that are expanded at a time where a chunk is longer
 # Policies that choose these for prefixes too have kernels that expand the prefix by themselves (aiter, ascend).
 _FRESH = frozenset({M.MHA, M.MHA_ROCM, M.MHA_NPU})
 ONE_SHOT = frozenset({M.MHA_ONE_SHOT, M.MHA_ONE_SHOT_ROCM})
@@ -45,14 +48,15 @@ def make_chunks(
     min_rows: int = 64,
     min_chunks: int = 1,
 ) -> LatentChunks | None:
-    """The chunks that `method` expands, from lengths on the host. None for forms that expand nothing cached.
+    """The chunks that `method` expands. None for forms that expand nothing cached. Runs on the host or inside jit.
 
     MHA_CHUNKED_KV, and MHA where there is a prefix, give each request the same share of `capacity` tokens a chunk.
     MHA_ONE_SHOT has one chunk of prefix and fresh tokens together, or none where no request has a prefix. Rows and
-    numbers of chunks are powers of two (at most `capacity` rows).
+    numbers of chunks are powers of two; rows are at most `capacity`, or that rounded up to whole blocks of 512.
+    Inside jit the lengths are not known, so there is room for whatever the page table can hold.
     Args: seq_lens, q_lens: i32[seqs], as in `make_plan`. page_table: i32[seqs, max_pages]; may lie on the device.
       capacity: tokens that may be up-projected at once. min_rows, min_chunks: smallest buckets; larger ones mean fewer
-      programs. Chunks that are not in use cost nothing, rows are gathered and up-projected all the same.
+      programs. Chunks, and blocks of 512 rows, that are not in use cost no time, only memory.
     Raises: ValueError if the capacity has no token for each request, or less than all tokens of a one-shot pass.
 
     >>> chunks = make_chunks(M.MHA_CHUNKED_KV, [6, 13, 2], [1, 1, 2], np.arange(12).reshape(3, 4), page_size=4,
@@ -62,6 +66,9 @@ def make_chunks(
     """
     if method not in CHUNKED | ONE_SHOT | _FRESH:
         return None
+    page_table = jnp.asarray(page_table, jnp.int32)
+    if any(isinstance(x, Tracer) for x in (seq_lens, q_lens)):
+        return _traced(method in ONE_SHOT, seq_lens, q_lens, page_table, page_size, capacity)
     seqs, fresh = np.asarray(seq_lens, np.int64), np.asarray(q_lens, np.int64)
     prefixes = seqs - fresh
     if method not in ONE_SHOT:
@@ -77,10 +84,31 @@ def make_chunks(
         lens = seqs.astype(np.int32)[None, :] if total else np.zeros((0, len(seqs)), np.int32)
         starts = np.zeros_like(lens)
     longest = int(lens.sum(axis=1).max(initial=0))
-    rows = min(_bucket(longest, min_rows), capacity) if longest else 0
+    rows = _whole(min(_bucket(longest, min_rows), capacity)) if longest else 0
     spare = ((0, _bucket(len(lens), min_chunks) - len(lens) if len(lens) else 0), (0, 0))
     arrays = (jnp.asarray(np.pad(x, spare), jnp.int32) for x in (starts, lens))
-    return _place(*arrays, jnp.asarray(page_table, jnp.int32), np.int32(len(lens)), rows=rows, page_size=page_size)
+    return _place(*arrays, page_table, np.int32(len(lens)), rows=rows, page_size=page_size)
+
+
+def _traced(one_shot: bool, seq_lens, q_lens, page_table, page_size: int, capacity: int) -> LatentChunks:
+    num_seqs, longest = page_table.shape[0], page_table.shape[1] * page_size
+    if one_shot:
+        starts, lens, num_chunks = jnp.zeros((1, num_seqs), jnp.int32), seq_lens[None], np.int32(1)
+        rows = min(capacity, num_seqs * longest)
+    else:
+        chunk_len = min(capacity // num_seqs, longest)
+        if not chunk_len:
+            raise ValueError(f"capacity={capacity} leaves no token for each of {num_seqs} requests: raise it")
+        prefixes = seq_lens - q_lens
+        starts = chunk_len * jnp.arange(-(-longest // chunk_len), dtype=jnp.int32)
+        starts = jnp.broadcast_to(starts[:, None], (starts.shape[0], num_seqs))
+        lens, rows = jnp.clip(prefixes[None] - starts, 0, chunk_len), chunk_len * num_seqs
+        num_chunks = ints.cdiv(jnp.max(prefixes), chunk_len)
+    return _place(starts, lens, page_table, num_chunks, rows=_whole(rows), page_size=page_size)
+
+
+def _whole(rows: int) -> int:
+    return rows if rows <= BLOCK else -(-rows // BLOCK) * BLOCK
 
 
 def _bucket(n: int, least: int) -> int:

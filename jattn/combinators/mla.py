@@ -4,6 +4,7 @@ Source: arXiv:2405.04434, section 2.1 and appendix C (absorption); chunks merged
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -12,13 +13,14 @@ from jax import lax
 
 from jattn.attend import attend, merge_states, write_kv
 from jattn.cache import MLACache, RaggedKV
-from jattn.combinators.latent_chunks import CHUNKED, ONE_SHOT, LatentChunks
+from jattn.combinators.latent_chunks import BLOCK, CHUNKED, ONE_SHOT, LatentChunks
 from jattn.dispatch import AttnForwardMethod as M
 from jattn.dispatch import DispatchFacts, form_costs, select_method
 from jattn.plan import Plan
 from jattn.platforms.table import platform_named
 from jattn.resolve import Choice, NoBackendError
 from jattn.spec import MLASpec
+from pallas_kernels._common import ints, shards
 
 
 def mla_attend(
@@ -130,27 +132,41 @@ def _chunked(x: _Inputs, cache: MLACache) -> jax.Array:
 
 def _attend_fresh(x: _Inputs) -> tuple[jax.Array, jax.Array]:
     # the step's own tokens among themselves
-    kv = _expand(x, x.latent, x.k_rope, x.plan.cu_q_lens)
+    kv = RaggedKV(**_expand(x, x.latent, x.k_rope), cu_kv_lens=x.plan.cu_q_lens)
     q_lens = x.plan.cu_q_lens[1:] - x.plan.cu_q_lens[:-1]
     plan = dataclasses.replace(x.plan, tree=_shifted(x.plan, x.plan.seq_lens - q_lens))
     return attend(x.q, kv, plan, spec=x.spec.expanded, choice=x.choice)
 
 
 def _expand_chunk(x: _Inputs, chunks: LatentChunks, cache: MLACache, i) -> RaggedKV:
-    latent, k_rope = x.choice.function("gather_latent")(
+    # by blocks, as many as hold tokens: a bucket costs what is in it
+    gather = functools.partial(
+        x.choice.function("gather_latent"),
         cache.latent,
-        chunks.slots[i],
         latent_dim=x.spec.kv_lora_rank,
         page_offset=x.layer * cache.num_pages,
         dtype=x.q_nope.dtype,
     )
-    return _expand(x, latent, k_rope, chunks.cu_kv_lens[i])
+    slots, cu_kv_lens = chunks.slots[i], chunks.cu_kv_lens[i]
+    if slots.shape[0] <= BLOCK:
+        return RaggedKV(**_expand(x, *gather(slots)), cu_kv_lens=cu_kv_lens)
+
+    def block(j, kv):
+        at = j * BLOCK
+        mine = _expand(x, *gather(lax.dynamic_slice_in_dim(slots, at, BLOCK)))
+        return {name: lax.dynamic_update_slice_in_dim(kv[name], mine[name], at, 0) for name in kv}
+
+    shape = jax.eval_shape(lambda: _expand(x, *gather(slots)))
+    empty = {name: jnp.zeros(like.shape, like.dtype) for name, like in shape.items()}
+    empty = shards.varying_like(empty, (x.q_nope, x.w_kc, cache.latent))
+    return RaggedKV(**lax.fori_loop(0, ints.cdiv(cu_kv_lens[-1], BLOCK), block, empty), cu_kv_lens=cu_kv_lens)
 
 
-def _expand(x: _Inputs, latent, k_rope, cu_kv_lens) -> RaggedKV:
+def _expand(x: _Inputs, latent, k_rope) -> dict[str, jax.Array]:
+    # every head's keys and values of some tokens
     k_nope, v = _einsum("tr,hnr->thn", latent, x.w_kc), _einsum("tr,hrv->thv", latent, x.w_vc)
     shared = jnp.broadcast_to(k_rope.astype(k_nope.dtype)[:, None], (*k_nope.shape[:2], k_rope.shape[1]))
-    return RaggedKV(k=jnp.concatenate([k_nope, shared], axis=-1), v=v, cu_kv_lens=cu_kv_lens)
+    return dict(k=jnp.concatenate([k_nope, shared], axis=-1), v=v)
 
 
 def _shifted(plan: Plan, first):
