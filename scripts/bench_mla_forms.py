@@ -184,9 +184,7 @@ def _plot(report: dict, path: Path) -> None:
             )
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="fresh tokens", ylabel="absorbed time / expanded time")
-    title = (
-        "native picks: circle absorbed, square expanded. Break-even: dotted by FLOPs, dashed by measured rates"
-    )
+    title = "native picks: circle absorbed, square expanded. Break-even: dotted by FLOPs, dashed by measured rates"
     axes.set_title(title, fontsize=9)
     axes.legend()
     figure.savefig(path, dpi=120)

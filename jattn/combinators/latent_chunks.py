@@ -46,23 +46,24 @@ def make_chunks(
     page_size: int,
     capacity: int = 131072,
     min_rows: int = 64,
-    min_chunks: int = 1,
+    min_chunks: int = 0,
 ) -> LatentChunks | None:
     """The chunks that `method` expands. None for forms that expand nothing cached. Runs on the host or inside jit.
 
     MHA_CHUNKED_KV, and MHA where there is a prefix, give each request the same share of `capacity` tokens a chunk.
     MHA_ONE_SHOT has one chunk of prefix and fresh tokens together, or none where no request has a prefix. Rows and
-    numbers of chunks are powers of two; rows are at most `capacity`, or that rounded up to whole blocks of 512.
+    numbers of chunks are powers of two; rows are at most `capacity` or `min_rows`, rounded up to whole blocks of 512.
     Inside jit the lengths are not known, so there is room for whatever the page table can hold.
     Args: seq_lens, q_lens: i32[seqs], as in `make_plan`. page_table: i32[seqs, max_pages]; may lie on the device.
-      capacity: tokens that may be up-projected at once. min_rows, min_chunks: smallest buckets; larger ones mean fewer
-      programs. Chunks, and blocks of 512 rows, that are not in use cost no time, only memory.
+      capacity: tokens that may be up-projected at once.
+      min_rows, min_chunks: smallest buckets; larger ones mean fewer programs (with min_chunks=1 also where nothing is
+        cached). Chunks, and blocks of 512 rows, that are not in use cost no time, only memory.
     Raises: ValueError if the capacity has no token for each request, or less than all tokens of a one-shot pass.
 
     >>> chunks = make_chunks(M.MHA_CHUNKED_KV, [6, 13, 2], [1, 1, 2], np.arange(12).reshape(3, 4), page_size=4,
     ...                      capacity=12)
     >>> chunks.slots.shape, int(chunks.num_chunks), chunks.cu_kv_lens.tolist()
-    ((4, 12), 3, [[0, 4, 8, 8], [0, 1, 5, 5], [0, 0, 4, 4], [0, 0, 0, 0]])
+    ((4, 64), 3, [[0, 4, 8, 8], [0, 1, 5, 5], [0, 0, 4, 4], [0, 0, 0, 0]])
     """
     if method not in CHUNKED | ONE_SHOT | _FRESH:
         return None
@@ -75,17 +76,18 @@ def make_chunks(
         plan = plan_prefix_chunks(prefixes.tolist(), capacity=capacity)
         starts, lens = plan.starts, plan.lens
     else:
-        total = int(seqs.sum()) if prefixes.any() else 0
+        total = int(seqs.sum()) if prefixes.any() or min_chunks else 0
         if total > capacity:
             raise ValueError(
                 f"capacity={capacity} but {total} tokens are to be expanded in one shot: use MHA_CHUNKED_KV, or raise "
                 "max_chunk_capacity"
             )
-        lens = seqs.astype(np.int32)[None, :] if total else np.zeros((0, len(seqs)), np.int32)
+        lens = np.zeros((0, len(seqs)), np.int32) if total == 0 else seqs.astype(np.int32)[None]
         starts = np.zeros_like(lens)
     longest = int(lens.sum(axis=1).max(initial=0))
-    rows = _whole(min(_bucket(longest, min_rows), capacity)) if longest else 0
-    spare = ((0, _bucket(len(lens), min_chunks) - len(lens) if len(lens) else 0), (0, 0))
+    room = max(min_chunks, _bucket(len(lens)))
+    rows = _whole(max(min_rows, min(_bucket(longest), capacity))) if room else 0
+    spare = ((0, room - len(lens)), (0, 0))
     arrays = (jnp.asarray(np.pad(x, spare), jnp.int32) for x in (starts, lens))
     return _place(*arrays, page_table, np.int32(len(lens)), rows=rows, page_size=page_size)
 
@@ -111,8 +113,8 @@ def _whole(rows: int) -> int:
     return rows if rows <= BLOCK else -(-rows // BLOCK) * BLOCK
 
 
-def _bucket(n: int, least: int) -> int:
-    return max(least, 1 << (n - 1).bit_length())
+def _bucket(n: int) -> int:
+    return 1 << (n - 1).bit_length() if n else 0
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "page_size"))

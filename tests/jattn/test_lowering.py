@@ -9,11 +9,15 @@ import jax.numpy as jnp
 import pytest
 
 import jattn
-from jattn import AttnSpec, ForwardMode, PagedKV, make_plan
-from jattn.kernel_sets import KERNELS
+from jattn import AttnSpec, ForwardMode, MLACache, MLASpec, PagedKV, make_plan
+from jattn.kernel_sets import KERNELS, MLA_OPS, OPS
 from jattn.platforms import PLATFORMS, Evidence
 
 SPEC = AttnSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, sliding_window=100, sinks=True)
+LATENT = MLASpec(
+    num_q_heads=8, kv_lora_rank=160, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, kv_dtype="fp8_e4m3"
+)
+LATENT_OPS = set(MLA_OPS) - set(OPS)
 TOKENS, SEQS, PAGES, PAGE = 24, 4, 8, 16
 LOWERED = [
     (platform, name)
@@ -50,6 +54,8 @@ def lowered(kind: str, name: str) -> str:
     """The module of one kernel for one kind of platform, called through the door."""
     kernel_set, op = name.split("/")
     platform = next(p for p, row in LOWERED if row == name and PLATFORMS[p].kind == kind)
+    if op in LATENT_OPS:
+        return lower(*latent_call(op, jattn.resolve(LATENT, "native", platform)), kind)
     choice = jattn.resolve(SPEC, "native", platform, prefer=(kernel_set,))
     assert choice.row(op).name == name
     q, k, v, cache, plan, sinks = arguments(SPEC)
@@ -61,6 +67,29 @@ def lowered(kind: str, name: str) -> str:
         return lower(write, (k, v, cache, plan), kind)
     attend = functools.partial(jattn.attend, layer=1, spec=SPEC, choice=choice)
     return lower(lambda q, cache, plan, sinks: attend(q, cache, plan, sinks=sinks), (q, cache, plan, sinks), kind)
+
+
+def latent_call(op: str, choice):
+    """A function of the latent kernel of `op`, with packed fp8 rows, and the shapes that it takes."""
+
+    def make():
+        ints = jnp.zeros(SEQS, jnp.int32)
+        sizes = dict(page_size=PAGE, num_tokens=TOKENS, max_q_len=TOKENS)
+        plan = make_plan(ForwardMode.MIXED, ints, ints, jnp.zeros((SEQS, PAGES), jnp.int32), **sizes)
+        cache = MLACache.create(LATENT, num_layers=2, num_pages=PAGES, page_size=PAGE)
+        q = jnp.zeros((TOKENS, LATENT.num_q_heads, LATENT.latent_dims), jnp.bfloat16)
+        return q, cache, plan
+
+    def run(q, cache, plan):
+        if op == "attend_latent":
+            return jattn.attend(q, cache, plan, layer=1, spec=LATENT, choice=choice)
+        if op == "write_latent":
+            rows = q[:, 0, : LATENT.kv_lora_rank], q[:, 0, LATENT.kv_lora_rank :]
+            return jattn.write_kv(*rows, cache, plan, layer=1, choice=choice)
+        return choice.function(op)(cache.latent, plan.positions, latent_dim=LATENT.kv_lora_rank, dtype=q.dtype)
+
+    assert choice.row(op).op == op
+    return run, jax.eval_shape(make)
 
 
 def lower(function, args, kind: str) -> str:
