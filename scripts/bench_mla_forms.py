@@ -119,7 +119,8 @@ def _draw(seed: int, *shape: int, dtype):
 
 
 def _call(static, step, cache, plan, chunks, weights):
-    return mla_attend(*step, cache, plan, chunks=chunks, **weights, **static)
+    q_nope, q_rope, latent, k_rope = step
+    return mla_attend(q_nope, q_rope, latent, k_rope, cache, plan, chunks=chunks, **weights, **static)
 
 
 def _timed(call, step, plan, chunks, weights, cache):

@@ -4,6 +4,9 @@ The values of all KV heads are the latent and their keys the shared rotated key;
 and its value's up-projection picks its head's value.
 """
 
+# Settings are passed on as mappings, which the checker cannot follow.
+# pyright: reportArgumentType=false
+
 import dataclasses
 
 import door
@@ -64,16 +67,20 @@ def attend_all(sequences, method: M, *, page_size=4, dtype=jnp.float32, capacity
     before = jattn.make_plan(ForwardMode.EXTEND, kv_lens - q_lens, kv_lens - q_lens, table, page_size=page_size)
     held = [[x[: k - q] for x, k, q in zip(flat[name], kv_lens, q_lens, strict=True)] for name in ("v", "k")]
     if before.num_tokens:
-        cache = jattn.write_kv(*(_pack(x, dtype) for x in held), cache, before, layer=layer, choice=choice)
+        latent, key = (_pack(x, dtype) for x in held)
+        cache = jattn.write_kv(latent, key, cache, before, layer=layer, choice=choice)
     plan = jattn.make_plan(ForwardMode.EXTEND, kv_lens, q_lens, table, page_size=page_size)
     chunks = make_chunks(method, kv_lens, q_lens, table, page_size=page_size, capacity=capacity)
     fresh = [[x[k - q :] for x, k, q in zip(flat[name], kv_lens, q_lens, strict=True)] for name in ("v", "k")]
     q = _pack([queries(np.asarray(seq["q"]), kv_heads) for seq in sequences], dtype)
     static = dict(layer=layer, spec=spec, choice=choice, method=method)
     weights = dict(w_kc=jnp.zeros((spec.num_q_heads, 0, spec.kv_lora_rank), dtype), w_vc=values(spec, kv_heads, dtype))
-    run = jax.jit(lambda q, fresh, cache, chunks: mla_attend(
-        q[..., :0], q, *fresh, cache, plan, chunks=chunks, **weights, **static)[0])  # fmt: skip
-    out = run(q, tuple(_pack(x, dtype) for x in fresh), cache, chunks)
+    latent, key = (_pack(x, dtype) for x in fresh)
+
+    def run(q, latent, key, cache, chunks):
+        return mla_attend(q[..., :0], q, latent, key, cache, plan, chunks=chunks, **weights, **static)[0]
+
+    out = jax.jit(run)(q, latent, key, cache, chunks)
     return np.split(np.asarray(out.astype(jnp.float32), np.float64), np.cumsum(q_lens)[:-1])
 
 
