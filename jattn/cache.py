@@ -201,6 +201,9 @@ class MLACache:
         return dataclasses.replace(self, latent=moved)
 
 
+Cache = PagedKV | MLACache  # what a model's layers write
+
+
 def _check_pool(num_layers: int, num_pages: int, page_size: int) -> None:
     check_page_size(page_size)
     if num_layers < 1 or num_pages < 1:

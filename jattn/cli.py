@@ -74,6 +74,10 @@ _FIELDS: dict[str, tuple[type, str]] = {
     "num_pages": (int, "pages of the cache, a layer"),
     "max_batch": (int, "prompts that run together"),
     "dtype": (str, "float32, bfloat16 or float16"),
+    "random_weights": (str, "config.json, or a folder with one: random weights of that shape instead of --model"),
+    "mla_method": (str, "form of the prefill of an MLA model, as MHA_ONE_SHOT (default: the policy's rules)"),
+    "max_chunk_capacity": (int, "MLA: cached tokens that are expanded at once"),
+    "chunked_prefix_threshold": (int, "MLA: cached tokens, over the batch, from which a policy expands"),
     "kv_dtype": (str, "dtype of the cache: a dtype, fp8_e4m3, fp8_e5m2 or int8"),
 }
 
@@ -93,6 +97,8 @@ def _add_option_fields(parser: argparse.ArgumentParser) -> None:
         "--rejection-sampling", action="store_true", help="draw a draft model's chains, accept by rejection sampling"
     )
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at the model's end token")
+    parser.add_argument("--as-mla", action="store_true", help="run a grouped-query model as its equal with latents")
+    parser.add_argument("--disable-chunked-prefix", action="store_true", help="MLA: expand no cached prefix")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt in the model's chat template")
 
 

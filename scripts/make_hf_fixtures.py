@@ -18,7 +18,9 @@ import numpy as np
 import tokenizers
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
+from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from transformers.modeling_layers import MtpModel  # pyright: ignore[reportMissingImports]
 
 SIZES = dict(
     vocab_size=128,
@@ -105,6 +107,57 @@ FAMILIES = {
         "60KB",
     ),
 }
+MLA = dict(  # widths that differ from each other, so that no two can be confused
+    num_key_value_heads=4,
+    kv_lora_rank=24,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    moe_intermediate_size=20,
+    n_routed_experts=8,
+    n_shared_experts=2,
+    num_experts_per_tok=3,
+    first_k_dense_replace=1,
+)
+MLA_YARN = YARN | dict(beta_slow=0.5, mscale=0.707, mscale_all_dim=1.1)  # unequal: cos and sin are scaled, too
+FAMILIES |= {
+    "deepseek-v2": (  # as V2-Lite: queries in one matrix, greedy routing
+        "deepseek_v2",
+        dict(
+            q_lora_rank=None, topk_method="greedy", rope_parameters=dict(rope_type="default", rope_theta=100.0), **MLA
+        ),
+        False,
+        None,
+    ),
+    "deepseek-v2-groups": (
+        "deepseek_v2",
+        dict(
+            q_lora_rank=16,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.7,
+            rope_parameters=MLA_YARN,
+            **MLA,
+        ),
+        False,
+        None,
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        dict(
+            q_lora_rank=16,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            num_mtp_layers=1,
+            rope_parameters=MLA_YARN | dict(mscale=1.0, mscale_all_dim=1.0),
+            **MLA,
+        ),
+        False,
+        None,
+    ),
+}
 TEXT = "A small text, to be cut into known pieces."
 
 
@@ -112,7 +165,12 @@ def build(model_type: str, fields: dict, seed: int):
     """The model with every parameter drawn."""
     config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **fields})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    draw = np.random.default_rng(seed)
+    fill(model, model_type, np.random.default_rng(seed))
+    return model
+
+
+def fill(model, model_type: str, draw: np.random.Generator) -> None:
+    """Draw every parameter."""
     for name, parameter in model.named_parameters():
         values = draw.standard_normal(parameter.shape)
         if "norm" in name:
@@ -126,8 +184,51 @@ def build(model_type: str, fields: dict, seed: int):
             fan_in = parameter.shape[-2] if parameter.ndim == 3 else parameter.shape[-1]
             values = values * (2.0 if "q_proj" in name or "k_proj" in name else 1.0) / fan_in**0.5
         parameter.data.copy_(torch.from_numpy(values.astype(np.float32)))
+    fill_buffers(model, draw)
     model.tie_weights()
-    return model
+
+
+def fill_buffers(model, draw: np.random.Generator) -> None:
+    """Draw what is learned and no parameter."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.from_numpy(0.3 * draw.standard_normal(buffer.shape).astype(np.float32)))
+
+
+def next_token(model, seed: int, ids: list[int]) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+    """The layer that predicts a token further ahead: its tensors by public names, and its logits."""
+    layer = MtpModel(model, 1).float().eval()
+    tied = {id(parameter) for parameter in model.parameters()}
+    draw = np.random.default_rng(seed + 50)
+    for name, parameter in layer.named_parameters():
+        if id(parameter) in tied:
+            continue
+        values = draw.standard_normal(parameter.shape)
+        values = 1.0 + 0.4 * values if "norm" in name else values / parameter.shape[-1] ** 0.5
+        parameter.data.copy_(torch.from_numpy(values.astype(np.float32)))
+    fill_buffers(layer, draw)
+    front = f"model.layers.{model.config.num_hidden_layers}."
+    tensors = {f"{front}embed_tokens.weight": model.model.embed_tokens.weight}  # copies, as published
+    tensors[f"{front}shared_head.head.weight"] = model.lm_head.weight
+    for name, value in layer.state_dict().items():
+        if not name.startswith("layers.0."):
+            continue
+        name = name.removeprefix("layers.0.").replace("mtp_block.", "").replace("post_norm", "shared_head.norm")
+        if "mlp.experts.gate_up_proj" in name:
+            for expert, both in enumerate(value):
+                for part, half in zip(("gate", "up"), both.chunk(2), strict=True):
+                    tensors[f"{front}mlp.experts.{expert}.{part}_proj.weight"] = half
+        elif "mlp.experts.down_proj" in name:
+            for expert, down in enumerate(value):
+                tensors[f"{front}mlp.experts.{expert}.down_proj.weight"] = down
+        else:
+            tensors[front + name] = value
+    hidden = model.model(torch.tensor([ids])).last_hidden_state[:, :-1]
+    positions = torch.arange(1, len(ids))[None]
+    hidden = layer.forward_layer(0, hidden, positions, None, input_ids=torch.tensor([ids[1:]]))
+    return {name: value.detach().clone().contiguous() for name, value in tensors.items()}, model.lm_head(hidden)[
+        0
+    ].numpy()
 
 
 def greedy(model, ids: list[int], count: int) -> tuple[list[int], float]:
@@ -188,10 +289,15 @@ def write(folder: pathlib.Path, seed: int) -> None:
             break
         seed += 100  # another model, whose choices do not hang on rounding, and change
     model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
+    more = {}
+    if model.config.to_dict().get("num_nextn_predict_layers"):
+        with torch.no_grad():
+            tensors, more["logits_next"] = next_token(model, seed, prompts[0])
+        save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "generation_config.json").unlink(missing_ok=True)
     for file in folder.iterdir():
         file.chmod(0o644)
-    np.savez_compressed(folder / "expected.npz", **{f"logits_{i}": row for i, row in enumerate(logits)})
+    np.savez_compressed(folder / "expected.npz", **{f"logits_{i}": row for i, row in enumerate(logits)}, **more)
     expected = dict(
         transformers=transformers.__version__,
         torch=torch.__version__,

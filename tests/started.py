@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tiny_model import CONFIG, tiny
+from tiny_model import tiny
 
-from jattn.cache import PagedKV
 from jattn.combinators.extend import extend
 from jattn.combinators.state import DecodeState, Status
 
@@ -22,7 +21,7 @@ def started(page_size: int, kv_dtype: str | None = None):
     model = tiny(kv_dtype)
     graphdef, params = nnx.split(model)
     pages = np.random.default_rng(0).permutation(SEQS * -(-CONTEXT // page_size))
-    cache = PagedKV.create(model.spec, num_layers=CONFIG.num_layers, num_pages=len(pages), page_size=page_size)
+    cache = model.new_cache(num_pages=len(pages), page_size=page_size)
     state = DecodeState.create(cache, num_seqs=SEQS, max_context=CONTEXT, max_stops=1, num_classes=1)
     lens = np.asarray([len(prompt) for prompt in PROMPTS], np.int32)
     tokens = np.zeros((SEQS, CONTEXT), np.int32)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jattn.cache import PagedKV
+from jattn.cache import Cache
 from jattn.combinators import budget
 from jattn.combinators.accept import accepted_lens, append, finish
 from jattn.combinators.costs import Variant
@@ -156,7 +156,7 @@ def _verify_tree(
     return state, _Verified(take, index, path, accepted, jax.tree.map(lambda x: x[seq, path], chosen))
 
 
-def to_the_front(cache: PagedKV, state: DecodeState, path: jax.Array, accepted: jax.Array) -> PagedKV:
+def to_the_front(cache: Cache, state: DecodeState, path: jax.Array, accepted: jax.Array) -> Cache:
     """The rows of accepted nodes become the newest ones of their request; node 0 is in place. Arguments from `walk`."""
     step = jnp.arange(1, path.shape[1], dtype=jnp.int32)[None, :]
     seq = jnp.arange(path.shape[0], dtype=jnp.int32)[:, None]

@@ -10,7 +10,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jattn.cache import PagedKV
+from jattn.cache import Cache
 from jattn.combinators.state import Decoder, DecodeState, DraftState
 from jattn.combinators.tree import Candidates, grow
 from jattn.combinators.verify import by_request, owners_of
@@ -79,8 +79,8 @@ def propose(
 
 
 def _catch_up(
-    drafter: Decoder, state: DecodeState, cache: PagedKV, behind: jax.Array, *, max_rows: int
-) -> tuple[PagedKV, jax.Array]:
+    drafter: Decoder, state: DecodeState, cache: Cache, behind: jax.Array, *, max_rows: int
+) -> tuple[Cache, jax.Array]:
     # the known tokens that the drafter has not cached, the newest included; logits f32[seqs, vocab] behind the newest
     active, seqs = state.decoding, state.seq_lens.shape[0]
     lens = jnp.where(active, state.seq_lens + 1, 0)

@@ -7,7 +7,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from jattn.cache import PagedKV
+from jattn.cache import Cache
 from jattn.plan import Plan, Tree
 from jattn.sampling import Logprobs, SamplerConfig, SamplingParams
 from jattn.sampling.penalties import History
@@ -16,7 +16,7 @@ from jattn.sampling.penalties import History
 class Decoder(Protocol):
     """What the combinators ask of a model; an NNX module with these two methods."""
 
-    def __call__(self, tokens: jax.Array, cache: PagedKV, plan: Plan, /) -> tuple[jax.Array, PagedKV]:
+    def __call__[C: Cache](self, tokens: jax.Array, cache: C, plan: Plan, /) -> tuple[jax.Array, C]:
         """i32[rows] -> hidden states [rows, d_model], and the cache with the step written."""
         ...
 
@@ -42,7 +42,7 @@ class DraftState:
 
     accepted: jax.Array  # f32[seqs, match classes], decayed count of accepted drafts
     rejected: jax.Array  # f32[seqs, match classes], decayed count of rejections
-    cache: PagedKV | None = None  # of a draft model, over the target's page table
+    cache: Cache | None = None  # of a draft model, over the target's page table
     cached: jax.Array | None = None  # i32[seqs], tokens in it
     hidden: jax.Array | None = None  # [seqs, d_model], target's hidden state at the newest cached token
     topk_probs: jax.Array | None = None  # f32[seqs, topk]
@@ -50,7 +50,7 @@ class DraftState:
     tree: Tree | None = None  # ancestor bits of a round's nodes
 
     @property
-    def of_model(self) -> tuple[PagedKV, jax.Array]:
+    def of_model(self) -> tuple[Cache, jax.Array]:
         """`cache` and `cached` of a draft model; ValueError without them."""
         if self.cache is None or self.cached is None:
             raise ValueError("state.draft has no cache: create the state with draft_cache= for a draft model")
@@ -65,7 +65,7 @@ class DecodeState:
     While a slot decodes, tokens[b, seq_lens[b]] is its newest token: known, not cached yet.
     """
 
-    cache: PagedKV
+    cache: Cache
     tokens: jax.Array  # i32[seqs, max_context], prompt and generated tokens
     seq_lens: jax.Array  # i32[seqs], tokens whose keys and values are cached
     prompt_lens: jax.Array  # i32[seqs], tokens to prefill
@@ -80,14 +80,14 @@ class DecodeState:
     @classmethod
     def create(
         cls,
-        cache: PagedKV,
+        cache: Cache,
         *,
         num_seqs: int,
         max_context: int,
         max_stops: int,
         num_classes: int,
         num_biases: int = 0,
-        draft_cache: PagedKV | None = None,
+        draft_cache: Cache | None = None,
     ) -> "DecodeState":
         """All slots free. num_biases: logit biases of a request. draft_cache: of a draft model; pages as in `cache`."""
         max_pages = -(-max_context // cache.page_size)

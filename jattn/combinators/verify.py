@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jattn.cache import PagedKV
+from jattn.cache import Cache
 from jattn.combinators.state import Decoder, DecodeState
 from jattn.combinators.tree import DraftTree, unpack
 from jattn.modes import ForwardMode
@@ -20,7 +20,7 @@ def verify(
     rows: int,
     max_q_len: int,
     sampler: SamplerConfig = TEMPERATURES,
-) -> tuple[PagedKV, Chosen]:
+) -> tuple[Cache, Chosen]:
     """Run the target over packed rows: for each decoding request its newest token, then `take` drafts.
 
     Args: drafts: i32[seqs, steps]. take: i32[seqs], at most max_q_len - 1. rows, max_q_len: static shape.
@@ -62,7 +62,7 @@ def verify_tree(
     rows: int,
     max_q_len: int,
     sampler: SamplerConfig = TEMPERATURES,
-) -> tuple[PagedKV, Chosen]:
+) -> tuple[Cache, Chosen]:
     """Run the target over packed trees: node i of a request is its i-th newest row, at position start + depth.
 
     Args: tree: with `num_nodes` at most max_q_len. bits: u32[seqs, nodes, words], ancestors, from `tree.link`.

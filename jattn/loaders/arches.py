@@ -9,22 +9,34 @@ from jattn.loaders import layouts
 from jattn.loaders.hparams import HParams
 
 Reorder = Callable[[np.ndarray, HParams], np.ndarray]
+When = Callable[[HParams, int], bool]  # of a layer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRow:
-    """One tensor: ours and the file's name ({i} is the layer), the file's shape in names of `HParams` fields."""
+    """One tensor: ours and the file's name ({i} is the layer), the file's shape in names of `HParams` fields.
+
+    Where the file's name has an {e}, the file keeps one tensor an expert, and ours is all of them, stacked.
+    """
 
     ours: str
     theirs: str
     shape: tuple[str, ...]  # [out, in]
     reorder: Reorder | None = None  # makes ours of the file's array
     untied: bool = False  # present only where the output head is not the embedding
+    when: When | None = None  # layers that have it; None: all
 
     @property
     def per_layer(self) -> bool:
         """One in each layer, not one in the file."""
         return "{i}" in self.theirs
+
+    def names(self, hparams: HParams, layer: int) -> tuple[str, ...]:
+        """The file's tensors of one layer that make ours; none where the layer has no such part."""
+        if self.when is not None and not self.when(hparams, layer):
+            return ()
+        count = hparams.num_experts if "{e}" in self.theirs else 1
+        return tuple(self.theirs.format(i=layer, e=expert) for expert in range(count))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +60,9 @@ class Family:
     swiglu_alpha: float | None = None
     yarn_truncate: bool = True
     tied_embeddings: bool = False  # where a Hugging Face config does not say
+    latent: bool = False  # latent attention, with the widths in the file
+    topk_method: str = "greedy"  # with latent attention: how experts are chosen where the file does not say
+    scoring: str = "softmax"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +73,7 @@ class Arch:
     family: Family
     tensors: tuple[TensorRow, ...]  # in the order in which they are loaded
     ignored: frozenset[str] = frozenset()  # tensors without weights of their own; {i} is the layer
+    next_tensors: tuple[TensorRow, ...] = ()  # what a layer behind the last has besides a layer's own
 
     def has(self, ours: str) -> bool:
         """Whether layers hold the tensor that we call `ours`."""
@@ -78,9 +94,11 @@ class Arch:
         )
 
 
-def layer_row(prefix: str, ours: str, theirs: str, *shape: str, reorder: Reorder | None = None) -> TensorRow:
-    """A tensor that every layer has; `prefix` is what the file's names begin with."""
-    return TensorRow(ours=f"layers.{{i}}.{ours}", theirs=prefix + theirs, shape=shape, reorder=reorder)
+def layer_row(
+    prefix: str, ours: str, theirs: str, *shape: str, reorder: Reorder | None = None, when: When | None = None
+) -> TensorRow:
+    """A tensor of a layer; `prefix` is what the file's names begin with."""
+    return TensorRow(ours=f"layers.{{i}}.{ours}", theirs=prefix + theirs, shape=shape, reorder=reorder, when=when)
 
 
 LLAMA = Family(name="llama")
@@ -117,6 +135,8 @@ GPT_OSS = Family(
     swiglu_alpha=1.702,
     yarn_truncate=False,  # https://github.com/openai/gpt-oss: the ramp's ends are not rounded
 )
+DEEPSEEK_V2 = Family(name="deepseek-v2", latent=True)
+DEEPSEEK_V3 = Family(name="deepseek-v3", latent=True, topk_method="noaux_tc", scoring="sigmoid")
 
 
 def _row(ours: str, theirs: str, *shape: str, reorder: Reorder | None = None) -> TensorRow:

@@ -1,11 +1,14 @@
 """The architectures as Hugging Face checkpoints spell them: `model_type` of config.json, and tensor names."""
 
+import dataclasses
+
 from jattn.loaders import arches, layouts
-from jattn.loaders.arches import Arch, Family, Reorder, TensorRow, layer_row
+from jattn.loaders.arches import Arch, Family, Reorder, TensorRow, When, layer_row
+from jattn.loaders.hparams import HParams
 
 
-def _row(ours: str, theirs: str, *shape: str, reorder: Reorder | None = None) -> TensorRow:
-    return layer_row("model.layers.{i}.", ours, theirs, *shape, reorder=reorder)
+def _row(ours: str, theirs: str, *shape: str, reorder: Reorder | None = None, when: When | None = None) -> TensorRow:
+    return layer_row("model.layers.{i}.", ours, theirs, *shape, reorder=reorder, when=when)
 
 
 def _norm(ours: str, theirs: str, *, one_plus: bool = False) -> TensorRow:
@@ -63,14 +66,77 @@ _EXPERTS = (
     _row("down_bias", "mlp.experts.down_proj_bias", "num_experts", "d_model"),
 )
 _SINKS = (_row("o_bias", "self_attn.o_proj.bias", "d_model"), _row("sinks", "self_attn.sinks", "num_q_heads"))
+
+
+def _one_query_matrix(hparams: HParams, layer: int) -> bool:
+    return hparams.q_lora_rank is None
+
+
+def _query_latent(hparams: HParams, layer: int) -> bool:
+    return hparams.q_lora_rank is not None
+
+
+def _dense(hparams: HParams, layer: int) -> bool:
+    return not hparams.has_experts(layer)
+
+
+def _shared(hparams: HParams, layer: int) -> bool:
+    return hparams.has_experts(layer) and hparams.shared_ffn_dim > 0
+
+
+def _score_bias(hparams: HParams, layer: int) -> bool:
+    return hparams.has_experts(layer) and hparams.score_bias
+
+
+_LATENT = (
+    _row("q", "self_attn.q_proj.weight", "q_dim", "d_model", reorder=layouts.latent_q, when=_one_query_matrix),
+    _row("q_a", "self_attn.q_a_proj.weight", "q_lora_rank", "d_model", when=_query_latent),
+    _row("q_a_norm", "self_attn.q_a_layernorm.weight", "q_lora_rank", when=_query_latent),
+    _row("q_b", "self_attn.q_b_proj.weight", "q_dim", "q_lora_rank", reorder=layouts.latent_q, when=_query_latent),
+    _row("kv_a", "self_attn.kv_a_proj_with_mqa.weight", "kv_a_dim", "d_model", reorder=layouts.latent_kv),
+    _row("kv_a_norm", "self_attn.kv_a_layernorm.weight", "kv_lora_rank"),
+    _row("w_kc", "self_attn.kv_b_proj.weight", "kv_b_dim", "kv_lora_rank", reorder=layouts.latent_to_keys),
+    _row("w_vc", "self_attn.kv_b_proj.weight", "kv_b_dim", "kv_lora_rank", reorder=layouts.latent_to_values),
+    _row("o", "self_attn.o_proj.weight", "d_model", "out_dim"),
+)
+_ROUTED = (
+    *(dataclasses.replace(row, when=_dense) for row in _MLP),
+    _row("router", "mlp.gate.weight", "num_experts", "d_model", when=HParams.has_experts),
+    _row("score_bias", "mlp.gate.e_score_correction_bias", "num_experts", when=_score_bias),
+    *(
+        _row(name, f"mlp.experts.{{e}}.{name}_proj.weight", *shape, when=HParams.has_experts)
+        for name, *shape in (
+            ("gate", "expert_ffn_dim", "d_model"),
+            ("up", "expert_ffn_dim", "d_model"),
+            ("down", "d_model", "expert_ffn_dim"),
+        )
+    ),
+    *(
+        _row(f"shared_{name}", f"mlp.shared_experts.{name}_proj.weight", *shape, when=_shared)
+        for name, *shape in (
+            ("gate", "shared_ffn_dim", "d_model"),
+            ("up", "shared_ffn_dim", "d_model"),
+            ("down", "d_model", "shared_ffn_dim"),
+        )
+    ),
+)
 _IGNORED = frozenset({"model.layers.{i}.self_attn.rotary_emb.inv_freq"})  # old Llama checkpoints; recomputed
 
 
-def _arch(name: str, family: Family, *layer: tuple[TensorRow, ...], one_plus: bool = False) -> Arch:
+_NEXT = (
+    TensorRow(ours="token_norm", theirs="model.layers.{i}.enorm.weight", shape=("d_model",)),
+    TensorRow(ours="hidden_norm", theirs="model.layers.{i}.hnorm.weight", shape=("d_model",)),
+    TensorRow(ours="project", theirs="model.layers.{i}.eh_proj.weight", shape=("d_model", "two_d_model")),
+    TensorRow(ours="final_norm", theirs="model.layers.{i}.shared_head.norm.weight", shape=("d_model",)),
+)
+
+
+def _arch(name: str, family: Family, *layer: tuple[TensorRow, ...], one_plus: bool = False, **more) -> Arch:
     rows = tuple(row for part in layer for row in part)
     reorder = layouts.one_plus if one_plus else None
     final_norm = TensorRow(ours="final_norm", theirs="model.norm.weight", shape=("d_model",), reorder=reorder)
-    return Arch(name=name, family=family, tensors=(_EMBED, _LM_HEAD, *rows, final_norm), ignored=_IGNORED)
+    tensors = (_EMBED, _LM_HEAD, *rows, final_norm)
+    return Arch(name=name, family=family, tensors=tensors, ignored=_IGNORED, **more)
 
 
 HF_ARCHES: dict[str, Arch] = {
@@ -81,4 +147,6 @@ HF_ARCHES: dict[str, Arch] = {
     "gemma2": _arch("gemma2", arches.GEMMA2, _FOUR_NORMS, _ATTENTION, _MLP, one_plus=True),
     "gemma3_text": _arch("gemma3_text", arches.GEMMA3, _FOUR_NORMS, _ATTENTION, _QK_NORM_ONE_PLUS, _MLP, one_plus=True),
     "gpt_oss": _arch("gpt_oss", arches.GPT_OSS, _NORMS, _ATTENTION, _QKV_BIAS, _SINKS, _EXPERTS),
+    "deepseek_v2": _arch("deepseek_v2", arches.DEEPSEEK_V2, _NORMS, _LATENT, _ROUTED),
+    "deepseek_v3": _arch("deepseek_v3", arches.DEEPSEEK_V3, _NORMS, _LATENT, _ROUTED, next_tensors=_NEXT),
 }

@@ -13,6 +13,7 @@ from jattn.loaders.arches import Arch, Family
 from jattn.loaders.errors import ModelFileError
 from jattn.loaders.fields import Fields
 from jattn.loaders.hf_arches import HF_ARCHES
+from jattn.loaders.hf_deepseek import SILENT, latent_attention, latent_scale, routing
 from jattn.loaders.hparams import HParams, RopeScaling
 
 _SILENT = frozenset(
@@ -35,11 +36,9 @@ def read_config(config: Mapping[str, Any]) -> tuple[Arch, HParams]:
     arch = HF_ARCHES.get(kind) if isinstance(kind, str) else None
     if arch is None:
         raise ModelFileError(f"model_type is {kind!r:.60}: want one of {', '.join(sorted(HF_ARCHES))}")
-    fields, family, has_experts = Fields(config), arch.family, arch.has("router")
+    fields, family = Fields(config), arch.family
     d_model, num_q_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    num_kv_heads = fields.count("num_key_value_heads", num_q_heads)
-    if num_q_heads % num_kv_heads:
-        raise ModelFileError(f"{num_q_heads} query heads over {num_kv_heads} kv heads: want a multiple")
+    heads = latent_attention(fields, family) if family.latent else _heads(fields, d_model, num_q_heads)
     num_layers, max_context = fields.count("num_hidden_layers"), fields.count("max_position_embeddings")
     for key in ("hidden_act", "hidden_activation"):
         fields.expect(key, _ACTIVATIONS[family.activation], f"the activation of {arch.name}")
@@ -50,8 +49,6 @@ def read_config(config: Mapping[str, Any]) -> tuple[Arch, HParams]:
         num_layers=num_layers,
         d_model=d_model,
         num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=fields.count("head_dim", d_model // num_q_heads),
         ffn_dim=fields.count("intermediate_size"),
         vocab_size=fields.count("vocab_size"),
         max_context=max_context,
@@ -63,17 +60,52 @@ def read_config(config: Mapping[str, Any]) -> tuple[Arch, HParams]:
         eos_id=first_id(config.get("eos_token_id")),
         windows=_windows(fields, family, num_layers),
         window_rope_theta=window_theta,
-        sm_scale=fields.real("query_pre_attn_scalar") ** -0.5 if family.sm_scale_of_d_model else None,
+        sm_scale=_sm_scale(fields, family, heads["head_dim"], scaling),
         attn_soft_cap=fields.optional("attn_logit_softcapping") if family.attn_soft_cap else None,
         final_soft_cap=fields.optional("final_logit_softcapping") if family.final_soft_cap else None,
-        num_experts=fields.count("num_local_experts") if has_experts else 0,
-        experts_per_token=_experts_per_token(fields) if has_experts else 0,
-        swiglu_limit=fields.real("swiglu_limit", family.swiglu_limit) if has_experts else None,
-        swiglu_alpha=fields.real("swiglu_alpha", family.swiglu_alpha) if has_experts else None,
+        scale_block=_scale_block(fields),
+        **heads,
+        **(routing(fields, family) if family.latent else _experts(fields, family) if arch.has("router") else {}),
         **arch.options(d_model),
     )
-    fields.refuse_rest(_SILENT, arch.name)
+    fields.refuse_rest(_SILENT | SILENT if family.latent else _SILENT, arch.name)
     return arch, hparams
+
+
+def _heads(fields: Fields, d_model: int, num_q_heads: int) -> dict[str, int]:
+    num_kv_heads = fields.count("num_key_value_heads", num_q_heads)
+    if num_q_heads % num_kv_heads:
+        raise ModelFileError(f"{num_q_heads} query heads over {num_kv_heads} kv heads: want a multiple")
+    return dict(num_kv_heads=num_kv_heads, head_dim=fields.count("head_dim", d_model // num_q_heads))
+
+
+def _sm_scale(fields: Fields, family: Family, head_dim: int, scaling: RopeScaling | None) -> float | None:
+    if family.latent:
+        return latent_scale(fields, head_dim, scaling)
+    return fields.real("query_pre_attn_scalar") ** -0.5 if family.sm_scale_of_d_model else None
+
+
+def _experts(fields: Fields, family: Family) -> dict[str, Any]:
+    return dict(
+        num_experts=fields.count("num_local_experts"),
+        experts_per_token=_experts_per_token(fields),
+        swiglu_limit=fields.real("swiglu_limit", family.swiglu_limit),
+        swiglu_alpha=fields.real("swiglu_alpha", family.swiglu_alpha),
+    )
+
+
+def _scale_block(fields: Fields) -> tuple[int, int] | None:
+    """Rows and columns of an 8-bit weight that share a scale, where the weights are stored so."""
+    given = fields.get("quantization_config", {})
+    if not given:
+        return None
+    quantised = Fields(given if isinstance(given, Mapping) else {}, label="quantization_config.")
+    if quantised.get("quant_method") != "fp8" or quantised.get("fmt", "e4m3") != "e4m3":
+        raise fields.error("quantization_config", given, "want quant_method fp8 with fmt e4m3, or a plain checkpoint")
+    block = quantised.get("weight_block_size")
+    if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
+        raise quantised.error("weight_block_size", block, "want two sizes, as [128, 128]")
+    return block[0], block[1]
 
 
 def first_id(value: Any) -> int | None:

@@ -21,6 +21,7 @@ from jattn.loaders.arches import Arch
 from jattn.loaders.errors import ModelFileError
 from jattn.loaders.hf_arches import HF_ARCHES
 from jattn.loaders.hf_config import read_config
+from jattn.loaders.hf_float8 import DTYPE, SUFFIX, dequantise, read_float8, scale_shape
 from jattn.loaders.hf_tokenizer import read_tokenizer
 from jattn.loaders.hparams import HParams
 from jattn.loaders.tokenizer import Tokenizer
@@ -49,6 +50,7 @@ class HfModel:
     hparams: HParams
     metadata: Mapping[str, Any] = dataclasses.field(repr=False)  # the chat template's inputs, under GGUF's names
     tensors: Mapping[str, StoredTensor] = dataclasses.field(repr=False)
+    scales: Mapping[str, StoredTensor] = dataclasses.field(repr=False)  # of the 8-bit ones, by the weight's name
     end_ids: tuple[int, ...] = dataclasses.field(repr=False)  # ids that end an answer, as the configs say
 
     @property
@@ -57,32 +59,53 @@ class HfModel:
         return HF_ARCHES[self.arch]
 
     def check_type(self, name: str) -> None:
-        """Raises ModelFileError if the tensor is not stored as plain floats."""
+        """Raises ModelFileError if the tensor is stored neither as plain floats nor as 8-bit ones with their scales."""
         info = self.tensors[name]
-        if info.dtype not in _DTYPES:
+        if info.dtype == DTYPE and self.hparams.scale_block is not None:
+            self._check_scales(name, info)
+        elif info.dtype not in _DTYPES:
             raise ModelFileError(
                 f"{info.shard}: tensor {name!r} is stored as {info.dtype}: want one of {', '.join(_DTYPES)}; convert it"
             )
 
     def tensor(self, name: str, dtype: DTypeLike = np.float32) -> np.ndarray:
-        """One tensor as a fresh array in `dtype`, converted in chunks of about a million values.
+        """One tensor as a fresh array in `dtype`, converted in chunks of about a million values, 8-bit ones rescaled.
 
-        Raises: ModelFileError if there is no such tensor, it is not plain floats, or its shard cannot be read.
+        Raises: ModelFileError if there is no such tensor, `check_type` refuses it, or its shard cannot be read.
         """
         if name not in self.tensors:
             raise ModelFileError(f"{self.path} has no tensor {name!r}: want one of its {len(self.tensors)} tensors")
         self.check_type(name)
         info = self.tensors[name]
+        if info.dtype == DTYPE and self.hparams.scale_block is not None:
+            scales = self._read(self.scales[name], np.float32)
+            return dequantise(read_float8(info.shard, name), scales, self.hparams.scale_block, dtype)
+        return self._read(info, dtype)
+
+    def _check_scales(self, name: str, info: StoredTensor) -> None:
+        assert self.hparams.scale_block is not None
+        if len(info.shape) != 2:
+            raise ModelFileError(f"{info.shard}: tensor {name!r} is 8-bit with shape {info.shape}: want a matrix")
+        want, scales = scale_shape(info.shape, self.hparams.scale_block), self.scales.get(name)
+        if scales is None:
+            raise ModelFileError(f"{self.path} lacks tensor {name + SUFFIX!r}, the scales of {name!r}: fetch it again")
+        if scales.shape != want or scales.dtype not in _DTYPES:
+            raise ModelFileError(
+                f"{scales.shard}: tensor {scales.name!r} is {scales.dtype} of shape {scales.shape}: want plain floats "
+                f"of shape {want}, one a block of {' x '.join(map(str, self.hparams.scale_block))}"
+            )
+
+    def _read(self, info: StoredTensor, dtype: DTypeLike) -> np.ndarray:
         out = np.empty(info.shape, dtype)
         try:
             with safe_open(info.shard, framework="np") as shard:
-                stored = shard.get_slice(name)
+                stored = shard.get_slice(info.name)
                 rows = max(1, _CHUNK // max(1, math.prod(info.shape[1:])))
                 for start in range(0, info.shape[0], rows):
                     end = min(start + rows, info.shape[0])  # safetensors refuses a slice past the end
                     out[start:end] = stored[start:end]
         except (OSError, SafetensorError) as error:
-            raise ModelFileError(f"{info.shard}: tensor {name!r} can no longer be read ({error})") from None
+            raise ModelFileError(f"{info.shard}: tensor {info.name!r} can no longer be read ({error})") from None
         return out
 
     def tokenizer(self) -> Tokenizer:
@@ -107,21 +130,43 @@ def read_folder(path: str | os.PathLike[str]) -> HfModel:
     jattn.loaders.errors.ModelFileError: no/such/folder/config.json does not exist: want a Hugging Face model folder
     """
     path = Path(path)
-    config = _read_json(path / "config.json")
+    model = read_without_tensors(path)
+    tensors, scales = _split_scales(_read_tensors(path))
+    return dataclasses.replace(model, tensors=tensors, scales=scales)
+
+
+def read_without_tensors(path: Path, config_name: str = "config.json") -> HfModel:
+    """Read the configs of a folder, with or without weights beside them. Raises ModelFileError as `read_folder`."""
+    config = _read_json(path / config_name)
     try:
         arch, hparams = read_config(config)
     except ModelFileError as error:
-        raise ModelFileError(f"{path / 'config.json'}: {error}") from None
-    generation = _read_json(path / "generation_config.json", optional=True)
-    ends = [config.get("eos_token_id"), generation.get("eos_token_id")]
+        raise ModelFileError(f"{path / config_name}: {error}") from None
     return HfModel(
         path=path,
         arch=arch.name,
         hparams=hparams,
-        metadata=_chat_metadata(path, hparams),
-        tensors=_read_tensors(path),
-        end_ids=tuple(dict.fromkeys(i for value in ends for i in _ids(value))),
+        metadata=_chat_metadata(path),
+        tensors=MappingProxyType({}),
+        scales=MappingProxyType({}),
+        end_ids=_end_ids(path, config),
     )
+
+
+def _end_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    generation = _read_json(path / "generation_config.json", optional=True)
+    ends = [config.get("eos_token_id"), generation.get("eos_token_id")]
+    return tuple(dict.fromkeys(i for value in ends for i in _ids(value)))
+
+
+def _split_scales(tensors: Mapping[str, StoredTensor]) -> tuple[Mapping[str, StoredTensor], Mapping[str, StoredTensor]]:
+    """Tensors, and the scales of those that are stored as 8-bit floats."""
+    of = {name: name.removesuffix(SUFFIX) for name in tensors if name.endswith(SUFFIX)}
+    scales = {of[name]: info for name, info in tensors.items() if name in of and of[name] in tensors}
+    scales = {name: info for name, info in scales.items() if tensors[name].dtype == DTYPE}
+    taken = {info.name for info in scales.values()}
+    rest = {name: info for name, info in tensors.items() if name not in taken}
+    return MappingProxyType(rest), MappingProxyType(scales)
 
 
 def _ids(value: Any) -> list[int]:
@@ -180,7 +225,7 @@ def _read_shard(path: Path) -> dict[str, StoredTensor]:
         raise ModelFileError(f"{path} is no whole safetensors file ({error}): fetch it again") from None
 
 
-def _chat_metadata(path: Path, hparams: HParams) -> Mapping[str, Any]:
+def _chat_metadata(path: Path) -> Mapping[str, Any]:
     """The template and the tokens that it may print, as `render_chat` looks them up."""
     config = _read_json(path / "tokenizer_config.json", optional=True)
     template = config.get("chat_template")

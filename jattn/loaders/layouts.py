@@ -27,6 +27,33 @@ def adjacent_k(array: np.ndarray, hparams: HParams) -> np.ndarray:
     return split_half(array, hparams.num_kv_heads)
 
 
+def latent_q(array: np.ndarray, hparams: HParams) -> np.ndarray:
+    """Query rows [num_q_heads * (nope + rope), in] of latent attention, rotary rows in half-split order."""
+    if not hparams.adjacent_rope:
+        return array
+    heads = array.reshape(hparams.num_q_heads, -1, array.shape[-1])
+    for head in heads:  # views
+        head[hparams.qk_nope_head_dim :] = split_half(head[hparams.qk_nope_head_dim :], 1)
+    return array
+
+
+def latent_kv(array: np.ndarray, hparams: HParams) -> np.ndarray:
+    """Rows of the latent, then of the shared rotary key, the latter in half-split order."""
+    if hparams.adjacent_rope:
+        array[hparams.kv_lora_rank :] = split_half(array[hparams.kv_lora_rank :], 1)
+    return array
+
+
+def latent_to_keys(array: np.ndarray, hparams: HParams) -> np.ndarray:
+    """[heads * (nope + v), latent] -> the keys' part, [heads, nope, latent]."""
+    return array.reshape(hparams.num_q_heads, -1, array.shape[-1])[:, : hparams.qk_nope_head_dim]
+
+
+def latent_to_values(array: np.ndarray, hparams: HParams) -> np.ndarray:
+    """[heads * (nope + v), latent] -> the values' part, [heads, latent, v]."""
+    return array.reshape(hparams.num_q_heads, -1, array.shape[-1])[:, hparams.qk_nope_head_dim :].swapaxes(1, 2)
+
+
 def one_plus(array: np.ndarray, hparams: HParams) -> np.ndarray:
     """A norm weight kept as its distance from 1."""
     array += 1

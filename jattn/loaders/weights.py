@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -79,26 +79,58 @@ def load_arrays(
     return _load(model, _checked(model), np.dtype(dtype), on_tensor)
 
 
-def _wanted(model: ModelFile) -> Iterator[tuple[str, str, TensorRow]]:
-    rows = model.table.tensors
+def load_next_arrays(
+    model: ModelFile, index: int = 0, *, dtype: DTypeLike = np.float32, on_tensor: OnTensor | None = None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """As `load_arrays`, the weights of a layer behind the last that predicts further ahead (MTP).
+
+    Names: `token_norm`, `hidden_norm`, `project`, `final_norm`, and `block.{...}` with a layer's names. Copies of the
+    embedding and the head that a file keeps there are not read: they are the model's.
+    Raises: ModelFileError as `load_arrays`, and where the model has no such layer.
+    """
+    hparams, count = model.hparams, model.hparams.num_next_layers if model.table.next_tensors else 0
+    if not 0 <= index < count:
+        raise ModelFileError(f"{model.path} has {count} layers that predict further ahead: there is no index {index}")
+    layer, wanted = hparams.num_layers + index, []
+    for row in (*(row for row in model.table.tensors if row.per_layer), *model.table.next_tensors):
+        if names := row.names(hparams, layer):
+            for name in names:
+                _check_tensor(model, name, row)
+            wanted.append(_Wanted(row.ours.replace("layers.{i}.", "block."), names, row))
+    return _load(model, wanted, np.dtype(dtype), on_tensor)
+
+
+class _Wanted(NamedTuple):
+    ours: str
+    theirs: tuple[str, ...]  # several where the file keeps one an expert
+    row: TensorRow
+
+
+def _wanted(model: ModelFile) -> Iterator[_Wanted]:
+    hparams, rows = model.hparams, model.table.tensors
     for row in rows:
-        if not row.per_layer and not (row.untied and model.hparams.tied_embeddings):
-            yield row.ours, row.theirs, row
-    for i in range(model.hparams.num_layers):
+        if not row.per_layer and not (row.untied and hparams.tied_embeddings):
+            yield _Wanted(row.ours, (row.theirs,), row)
+    for i in range(hparams.num_layers):
         for row in rows:
-            if row.per_layer:
-                yield row.ours.format(i=i), row.theirs.format(i=i), row
+            if row.per_layer and (names := row.names(hparams, i)):
+                yield _Wanted(row.ours.format(i=i), names, row)
 
 
-def _checked(model: ModelFile) -> list[tuple[str, str, TensorRow]]:
+def _checked(model: ModelFile) -> list[_Wanted]:
     wanted, extra = [], set(model.tensors)
     for item in _wanted(model):  # lazily: a damaged layer count ends at the first tensor that is not there
-        _check_tensor(model, *item[1:])
+        for name in item.theirs:
+            _check_tensor(model, name, item.row)
+            extra.discard(name)
         wanted.append(item)
-        extra.discard(item[1])
     extra -= {name.format(i=i) for name in model.table.ignored for i in range(model.hparams.num_layers)}
     if model.hparams.tied_embeddings:
         extra -= {row.theirs for row in model.table.tensors if row.untied}  # a second copy of the embedding
+    if model.table.next_tensors:  # read by `load_next_arrays`
+        front = model.table.next_tensors[0].theirs.partition("{i}")[0]
+        behind = {f"{front}{model.hparams.num_layers + i}." for i in range(model.hparams.num_next_layers)}
+        extra = {name for name in extra if not name.startswith(tuple(behind))}
     if extra:  # a bias or an adapter that is left out makes wrong text, not an error
         raise ModelFileError(
             f"{model.path}: {len(extra)} tensors are not part of architecture {model.table.name!r} as known here: "
@@ -120,12 +152,24 @@ def _check_tensor(model: ModelFile, theirs: str, row: TensorRow) -> None:
     model.check_type(theirs)
 
 
-def _load(model: ModelFile, wanted, dtype: np.dtype, on_tensor: OnTensor | None) -> Iterator[tuple[str, np.ndarray]]:
+def _load(
+    model: ModelFile, wanted: list[_Wanted], dtype: np.dtype, on_tensor: OnTensor | None
+) -> Iterator[tuple[str, np.ndarray]]:
     for done, (ours, theirs, row) in enumerate(wanted, 1):
-        array = model.tensor(theirs, dtype)
+        array = model.tensor(theirs[0], dtype)
+        if "{e}" in row.theirs:
+            array = _stacked(model, theirs, array)
         if row.reorder is not None:
             array = row.reorder(array, model.hparams)
         if on_tensor is not None:
             on_tensor(ours, done, len(wanted))
         yield ours, array
         del array  # the caller owns it now; keeping it would overlap with the next
+
+
+def _stacked(model: ModelFile, names: tuple[str, ...], first: np.ndarray) -> np.ndarray:
+    whole = np.empty((len(names), *first.shape), first.dtype)
+    whole[0] = first
+    for place, name in zip(whole[1:], names[1:], strict=True):
+        place[...] = model.tensor(name, first.dtype)
+    return whole

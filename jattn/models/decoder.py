@@ -9,16 +9,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jattn.attend import write_attend
-from jattn.cache import PagedKV
+from jattn.cache import Cache, MLACache, PagedKV
 from jattn.models.config import ModelConfig
 from jattn.models.experts import Experts
+from jattn.models.latent import Form, LatentAttention
 from jattn.models.layers import Linear, RMSNorm, project, split_heads
+from jattn.models.mlp import MLP
 from jattn.models.rope import rotate
 from jattn.plan import Plan
 from jattn.resolve import Choice
-from jattn.spec import AttnSpec
+from jattn.spec import AttnSpec, MLASpec
 
-_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+Spec = AttnSpec | MLASpec
 
 
 class Attention(nnx.Module):
@@ -35,7 +37,7 @@ class Attention(nnx.Module):
         self.k_norm = _norm(config, config.head_dim, dtype) if config.qk_norm else None
         self.sinks = nnx.Param(jnp.zeros((spec.num_q_heads,), jnp.float32)) if spec.sinks else None
 
-    def __call__(self, x, phases, cache: PagedKV, plan: Plan, layer):
+    def __call__(self, x, phases, cache: PagedKV, plan: Plan, layer, form: Form):
         q, k, v = split_heads(self.qkv(x), self.spec)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -45,46 +47,39 @@ class Attention(nnx.Module):
         return self.out(out.reshape(x.shape[0], -1)), cache
 
 
-class MLP(nnx.Module):
-    """down(activation(gate) * up), gate and up in one projection."""
-
-    def __init__(self, config: ModelConfig, *, rngs, dtype, weight_first):
-        self.activation = config.activation
-        self.gate_up = Linear(config.d_model, 2 * config.ffn_dim, rngs=rngs, dtype=dtype, weight_first=weight_first)
-        self.down = Linear(config.ffn_dim, config.d_model, rngs=rngs, dtype=dtype, weight_first=weight_first)
-
-    def __call__(self, x):
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(_ACTIVATIONS[self.activation](gate) * up)
-
-
 class Block(nnx.Module):
     """One decoder layer: attention and MLP, each normed before, by choice normed after, and added to the stream."""
 
-    def __init__(self, config: ModelConfig, spec, choice, *, rngs, dtype, weight_first):
+    def __init__(self, config: ModelConfig, spec: Spec, choice, *, experts: bool, rngs, dtype, weight_first):
         kwargs = dict(rngs=rngs, dtype=dtype, weight_first=weight_first)
         self.attn_norm = _norm(config, config.d_model, dtype)
-        self.attn = Attention(config, spec, choice, **kwargs)
+        latent = isinstance(spec, MLASpec)
+        self.attn = (
+            LatentAttention(config, spec, choice, **kwargs) if latent else Attention(config, spec, choice, **kwargs)
+        )
         self.mlp_norm = _norm(config, config.d_model, dtype)
-        self.mlp = MLP(config, **kwargs) if config.experts is None else Experts(config, **kwargs)
+        self.mlp = Experts(config, **kwargs) if experts else MLP(config, **kwargs)
         self.post_attn_norm = _norm(config, config.d_model, dtype) if config.post_norms else None
         self.post_mlp_norm = _norm(config, config.d_model, dtype) if config.post_norms else None
 
-    def __call__(self, x, phases, cache, plan, layer):
-        attended, cache = self.attn(self.attn_norm(x), phases, cache, plan, layer)
+    def __call__(self, x, phases, cache, plan, layer, form: Form):
+        attended, cache = self.attn(self.attn_norm(x), phases, cache, plan, layer, form)
         x = x + (attended if self.post_attn_norm is None else self.post_attn_norm(attended))
         mixed = self.mlp(self.mlp_norm(x))
         return x + (mixed if self.post_mlp_norm is None else self.post_mlp_norm(mixed)), cache
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _apply_block(graphdef, params, x, phases, cache: PagedKV, plan: Plan, layer: jax.Array):
-    # jitted so that equal layers are traced and lowered once a kind (seconds and 100 MB saved for 30); XLA inlines it
-    return nnx.merge(graphdef, params)(x, phases, cache, plan, layer)
+def apply_block(graphdef, params, x, phases, cache: Cache, plan: Plan, layer: jax.Array, form: Form):
+    """A `Block`, split, on x [rows, d_model]: the stream behind it and the cache.
+
+    Jitted so that equal layers are traced and lowered once a kind (seconds and 100 MB saved for 30); XLA inlines it.
+    """
+    return nnx.merge(graphdef, params)(x, phases, cache, plan, layer, form)
 
 
 class Decoder(nnx.Module):
-    """Decoder-only language model: Llama, Qwen, Gemma, Mistral and gpt-oss are configurations of it.
+    """Decoder-only language model: Llama, Qwen, Gemma, Mistral, gpt-oss and DeepSeek are configurations of it.
 
     Layers are unrolled: scanning stacked weights copies each layer's slice on XLA:CPU (34 ms a step instead of 21),
     and unrolled programs still compile in about a second.
@@ -98,7 +93,7 @@ class Decoder(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        spec: AttnSpec | tuple[AttnSpec, ...],
+        spec: Spec | tuple[Spec, ...],
         choice: Choice | tuple[Choice, ...],
         *,
         rngs: nnx.Rngs,
@@ -111,27 +106,47 @@ class Decoder(nnx.Module):
         self.config, self.spec, self.weight_first = config, specs[0], weight_first
         self.embed = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, config.d_model), dtype) * 0.02)
         kwargs: dict[str, Any] = dict(rngs=rngs, dtype=dtype, weight_first=weight_first)
-        self.layers = nnx.List([Block(config, *pair, **kwargs) for pair in zip(specs, choices, strict=True)])
+        self.layers = nnx.List(
+            [
+                Block(config, *pair, experts=config.has_experts(layer), **kwargs)
+                for layer, pair in enumerate(zip(specs, choices, strict=True))
+            ]
+        )
         self.final_norm = _norm(config, config.d_model, dtype)
         if not config.tied_embeddings:
             self.lm_head = Linear(config.d_model, config.vocab_size, **kwargs)
 
-    def __call__(self, tokens: jax.Array, cache: PagedKV, plan: Plan) -> tuple[jax.Array, PagedKV]:
-        """tokens i32[rows] at `plan.positions` -> final hidden states [rows, d_model], cache with this step written."""
+    def __call__[C: Cache](
+        self, tokens: jax.Array, cache: C, plan: Plan, form: Form | None = None
+    ) -> tuple[jax.Array, C]:
+        """tokens i32[rows] at `plan.positions` -> final hidden states [rows, d_model], cache with this step written.
+
+        `form` is of latent attention; None attends in the latent space, which is right in every mode.
+        """
         config = self.config
-        x = self.embed[...][tokens]
-        if config.embed_scale is not None:
-            x = x * jnp.asarray(config.embed_scale, x.dtype)
+        form = Form() if form is None else form
+        x = self.embedded(tokens)
         ropes = [config.rope(layer) for layer in range(config.num_layers)]
         kinds = tuple(dict.fromkeys(ropes))
         # behind a barrier: XLA would compute cos and sin again in each layer, three times
-        phases = jax.lax.optimization_barrier([rope.phases(plan.positions, config.head_dim) for rope in kinds])
+        phases = jax.lax.optimization_barrier([rope.phases(plan.positions, config.rope_dim) for rope in kinds])
         for layer, block in enumerate(self.layers):
             graphdef, params = nnx.split(block)
-            x, cache = _apply_block(
-                graphdef, params, x, phases[kinds.index(ropes[layer])], cache, plan, jnp.int32(layer)
+            x, cache = apply_block(
+                graphdef, params, x, phases[kinds.index(ropes[layer])], cache, plan, jnp.int32(layer), form
             )
         return self.final_norm(x), cache
+
+    def embedded(self, tokens: jax.Array) -> jax.Array:
+        """tokens i32[rows] -> what the first layer reads, [rows, d_model]."""
+        x, scale = self.embed[...][tokens], self.config.embed_scale
+        return x if scale is None else x * jnp.asarray(scale, x.dtype)
+
+    def new_cache(self, *, num_pages: int, page_size: int, dtype=None) -> Cache:
+        """An empty cache of the kind that this model's layers write; dtype: where the spec names none."""
+        return new_cache(
+            self.spec, num_layers=self.config.num_layers, num_pages=num_pages, page_size=page_size, dtype=dtype
+        )
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [rows, d_model] -> f32[rows, vocab_size]."""
@@ -141,16 +156,24 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
+def new_cache(spec: Spec, *, num_layers: int, num_pages: int, page_size: int, dtype=None) -> Cache:
+    """An empty cache of the kind that layers with `spec` write; dtype: where the spec names none."""
+    sizes: dict[str, Any] = dict(num_layers=num_layers, num_pages=num_pages, page_size=page_size, dtype=dtype)
+    return MLACache.create(spec, **sizes) if isinstance(spec, MLASpec) else PagedKV.create(spec, **sizes)
+
+
 def _norm(config: ModelConfig, dim: int, dtype) -> RMSNorm:
     return RMSNorm(dim, config.rms_eps, dtype, wide=config.wide_norms)
 
 
-def _check_specs(config: ModelConfig, specs: tuple[AttnSpec, ...], choices: tuple[Choice, ...]) -> None:
+def _check_specs(config: ModelConfig, specs: tuple[Spec, ...], choices: tuple[Choice, ...]) -> None:
     if not len(specs) == len(choices) == config.num_layers:
         raise ValueError(
             f"{len(specs)} specs and {len(choices)} choices for num_layers={config.num_layers}: want one a layer each"
         )
     for layer, spec in enumerate(specs):
-        want = dataclasses.replace(config.attn_spec(layer=layer), kv_dtype=spec.kv_dtype, kv_scales=spec.kv_scales)
+        stored = {name: getattr(spec, name) for name in ("kv_dtype", "kv_scales") if hasattr(spec, name)}
+        want = config.attn_spec(layer=layer)
+        want = dataclasses.replace(want, **stored) if type(want) is type(spec) else want
         if spec != want:
             raise ValueError(f"layer {layer} has {spec}, but the config wants {want}: take config.attn_specs(...)")

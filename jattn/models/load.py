@@ -1,7 +1,7 @@
 """Fill a decoder with named arrays, one at a time, so that loading holds the weights once."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,24 @@ from flax import nnx
 
 from jattn.models.config import ModelConfig
 from jattn.models.decoder import Decoder
+from jattn.models.next_token import NextToken
 from jattn.resolve import Choice
-from jattn.spec import AttnSpec
+from jattn.spec import AttnSpec, MLASpec
 
 # Our parameter's path in a layer -> the loader's tensors that it stacks, output after output.
 _LAYER = {
     ("attn_norm", "weight"): ("attn_norm",),
     ("attn", "qkv", "weight"): ("q", "k", "v"),
     ("attn", "qkv", "bias"): ("q_bias", "k_bias", "v_bias"),
+    ("attn", "qkv_a", "weight"): ("q_a", "kv_a"),
+    ("attn", "qkv_a", "bias"): ("q_a_bias", "kv_a_bias"),
+    ("attn", "q_kv_a", "weight"): ("q", "kv_a"),
+    ("attn", "q_kv_a", "bias"): ("q_bias", "kv_a_bias"),
+    ("attn", "q_a_norm", "weight"): ("q_a_norm",),
+    ("attn", "q_b", "weight"): ("q_b",),
+    ("attn", "kv_a_norm", "weight"): ("kv_a_norm",),
+    ("attn", "w_kc"): ("w_kc",),
+    ("attn", "w_vc"): ("w_vc",),
     ("attn", "q_norm", "weight"): ("q_norm",),
     ("attn", "k_norm", "weight"): ("k_norm",),
     ("attn", "sinks"): ("sinks",),
@@ -29,6 +39,9 @@ _LAYER = {
     ("mlp", "down", "weight"): ("down",),
     ("mlp", "router", "weight"): ("router",),
     ("mlp", "router", "bias"): ("router_bias",),
+    ("mlp", "score_bias"): ("score_bias",),
+    ("mlp", "shared", "gate_up", "weight"): ("shared_gate", "shared_up"),
+    ("mlp", "shared", "down", "weight"): ("shared_down",),
     ("mlp", "gate_up", "bias"): ("gate_bias", "up_bias"),
     ("mlp", "down", "bias"): ("down_bias",),
     ("post_mlp_norm", "weight"): ("post_ffn_norm",),
@@ -39,7 +52,7 @@ _OUTPUTS = {"weight": -2, "bias": -1}  # axis of the outputs, with or without ex
 
 def build_decoder(
     config: ModelConfig,
-    spec: AttnSpec | tuple[AttnSpec, ...],
+    spec: AttnSpec | MLASpec | tuple[AttnSpec | MLASpec, ...],
     choice: Choice | tuple[Choice, ...],
     arrays: Iterable[tuple[str, np.ndarray]],
     *,
@@ -54,9 +67,29 @@ def build_decoder(
     model = nnx.eval_shape(
         lambda: Decoder(config, spec, choice, rngs=nnx.Rngs(0), dtype=dtype, weight_first=weight_first)
     )
+    return _filled(model, _parts, arrays)
+
+
+def build_next(
+    config: ModelConfig,
+    spec: AttnSpec | MLASpec,
+    choice: Choice,
+    arrays: Iterable[tuple[str, np.ndarray]],
+    *,
+    dtype=jnp.float32,
+    weight_first: bool = False,
+) -> NextToken:
+    """A layer behind a decoder's last, of `jattn.loaders.weights.load_next_arrays`; otherwise as `build_decoder`."""
+    model = nnx.eval_shape(
+        lambda: NextToken(config, spec, choice, rngs=nnx.Rngs(0), dtype=dtype, weight_first=weight_first)
+    )
+    return _filled(model, _next_parts, arrays)
+
+
+def _filled[Model](model: Model, parts_of: Callable[[tuple], tuple[str, ...]], arrays) -> Model:
     graphdef, state = nnx.split(model)
     slots = dict(nnx.to_flat_state(state))
-    parts = {path: _parts(path) for path in slots}
+    parts = {path: parts_of(path) for path in slots}
     owner = {name: path for path, names in parts.items() for name in names}
     missing = set(owner)
     pending: dict[tuple, dict[str, np.ndarray]] = {}
@@ -98,6 +131,12 @@ def _parts(path: tuple) -> tuple[str, ...]:
     if path[0] == "layers":
         return tuple(f"layers.{path[1]}.{name}" for name in _LAYER[path[2:]])
     return (_GLOBAL[path],)
+
+
+def _next_parts(path: tuple) -> tuple[str, ...]:
+    if path[0] == "block":
+        return tuple(f"block.{name}" for name in _LAYER[path[1:]])
+    return (str(path[0]),)
 
 
 def _stack(names, held: dict[str, np.ndarray], slot, axis: int | None) -> jax.Array:

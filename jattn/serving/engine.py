@@ -2,20 +2,22 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from jattn.cache import PagedKV
 from jattn.combinators.ngram import NUM_CLASSES
 from jattn.combinators.standalone import Lineage
 from jattn.combinators.state import DecodeState, RoundReport, Status
-from jattn.models.decoder import Decoder
+from jattn.models.decoder import Decoder, new_cache
 from jattn.sampling import TEMPERATURES, Logprobs, SamplerConfig
+from jattn.serving.forms import FormOptions, PrefillForms
 from jattn.serving.programs import ProgramConfig, Programs, compile_programs
 from jattn.serving.request import Request, TokenLogprob, check_offered, params_of
 from jattn.serving.scheduler import NOT_RUNNING, Scheduler, Sequence
+from jattn.spec import MLASpec
 
 _REASONS = {Status.STOPPED: "stop", Status.LENGTH: "length"}
 
@@ -47,6 +49,8 @@ class Engine:
         of a draft tree, and its nodes with the newest token; topk 1 drafts chains. drafter: a draft model with the
         target's vocabulary; without one, drafts come from the request's own text. lineage: which nodes a node of its
         tree sees, as in `combinators.standalone.propose`.
+      forms: of the prefill of an MLA model; by default what the policy says. num_prompt_tokens: of all requests that
+        will come, where that is known: forms of more are not compiled, and what passes it is prefilled absorbed.
       on_program: hears (done, total) as each program is compiled.
     """
 
@@ -69,6 +73,8 @@ class Engine:
         lineage: Lineage = "parent",
         prefill_rows: tuple[int, ...] = (128,),
         max_stops: int = 8,
+        forms: FormOptions | None = None,
+        num_prompt_tokens: int | None = None,
         on_program: Callable[[int, int], None] = lambda done, total: None,
     ):
         self.config = ProgramConfig(
@@ -83,20 +89,18 @@ class Engine:
             num_nodes=num_nodes,
             standalone=drafter is not None,
             lineage=lineage,
+            forms=_forms_of(
+                model, num_slots, max_context, max(prefill_rows), forms or FormOptions(), num_prompt_tokens
+            ),
         )
         self.vocab_size = model.config.vocab_size
         graphdef, self._params = nnx.split((model,) if drafter is None else (model, drafter))
 
-        def cache_of(model: Decoder, layers: int) -> PagedKV:
-            return PagedKV.create(
-                model.spec, num_layers=layers, num_pages=num_pages, page_size=page_size, dtype=kv_dtype
-            )
-
-        cache = cache_of(model, num_layers)
-        draft_cache = None
+        pool: dict[str, Any] = dict(num_pages=num_pages, page_size=page_size, dtype=kv_dtype)
+        cache, draft_cache = new_cache(model.spec, num_layers=num_layers, **pool), None
         if drafter is not None:
             _check_vocabulary(model, drafter, topk)
-            draft_cache = cache_of(drafter, drafter.config.num_layers)
+            draft_cache = new_cache(drafter.spec, num_layers=drafter.config.num_layers, **pool)
         self.cache_bytes = cache.nbytes + (draft_cache.nbytes if draft_cache else 0)
         self._state = DecodeState.create(
             cache,
@@ -154,8 +158,7 @@ class Engine:
         waiting = self.scheduler.waiting_for_prefill()
         if waiting:
             rows = next((n for n in self.config.prefill_rows if n >= waiting), self.config.prefill_rows[-1])
-            q_lens = np.asarray(self.scheduler.next_chunk(rows), np.int32)
-            self._state, report = self.programs.prefill[rows](self._params, self._state, q_lens)
+            self._state, report = self._prefill(rows)
         else:
             self._state, report = self.programs.round(self._params, self._state)
             self.num_rounds += 1
@@ -164,6 +167,14 @@ class Engine:
         previous, self._pending = self._pending, _InFlight(report=report, holders=holders, is_prefill=waiting > 0)
         if previous is not None:
             yield from self._read(previous)
+
+    def _prefill(self, rows: int) -> tuple[DecodeState, RoundReport]:
+        q_lens, method = self.scheduler.next_chunk(rows), None
+        if self.config.forms is not None:
+            done = [0 if s is None else s.num_prefilled for s in self.scheduler.slots]
+            prefixes = [end - new if new else 0 for end, new in zip(done, q_lens, strict=True)]
+            method = self.config.forms.choose(prefixes, q_lens)
+        return self.programs.prefill[rows, method](self._params, self._state, np.asarray(q_lens, np.int32))
 
     def _make_room(self) -> Iterator[Delta]:
         """Reserve what the next round may write; where pages run out, take back the newest request, whole."""
@@ -241,6 +252,25 @@ def _logprobs_of(logprobs: Logprobs | None, slot: int, count: int) -> list[Token
         TokenLogprob(logprob=mine, top=list(zip(*likeliest, strict=True)))
         for mine, *likeliest in zip(own, ids, top, strict=True)
     ]
+
+
+def _forms_of(
+    model: Decoder, num_slots: int, max_context: int, rows: int, options: FormOptions, tokens: int | None
+) -> PrefillForms | None:
+    spec = model.spec
+    if not isinstance(spec, MLASpec):
+        options.refuse()
+        return None
+    choice = model.layers[0].attn.choice
+    return PrefillForms(
+        policy=choice.policy,
+        platform=choice.platform,
+        spec=spec,
+        num_slots=num_slots,
+        max_tokens=num_slots * max_context if tokens is None else min(tokens, num_slots * max_context),
+        prefill_rows=rows,
+        options=options,
+    )
 
 
 def _check_vocabulary(model: Decoder, drafter: Decoder, topk: int) -> None:

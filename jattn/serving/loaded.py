@@ -8,22 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 from jattn.backends import BackendPolicy, policy_named
 from jattn.combinators.tree import num_candidates
-from jattn.loaders.hparams import HParams
-from jattn.loaders.models import locate
-from jattn.loaders.open import open_model
+from jattn.dispatch import AttnForwardMethod
 from jattn.loaders.tokenizer import Tokenizer
-from jattn.loaders.weights import load_arrays
-from jattn.models.config import ExpertsConfig, ModelConfig
+from jattn.models.config import ModelConfig
 from jattn.models.decoder import Decoder
-from jattn.models.load import build_decoder, first_layers
-from jattn.models.rope import FactorScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
+from jattn.models.load import first_layers
 from jattn.platforms import Platform, detect, platform_named
-from jattn.resolve import resolve
 from jattn.sampling import SamplerConfig
+from jattn.serving.build import Source, build_model, open_source
+from jattn.serving.forms import FormOptions
 from jattn.serving.programs import check_width
 from jattn.serving.request import Request, TokenLogprob
 from jattn.spec import KV_DTYPES, check_page_size
@@ -53,6 +49,10 @@ class Options:
       logprobs: None for none, n for each token's log-probability and those of the n likeliest, at most 20.
       chat: wrap each prompt in the model's chat template. max_context: tokens a request, prompt included.
       num_pages: pages a layer. max_batch: requests that run together.
+      random_weights: a config.json, or a folder with one: a model of that shape with random weights takes the place of
+        `model`. Without a tokenizer.json beside it, prompts are token ids, as "17 4 230", and so is what is printed.
+      as_mla: run a grouped-query model as the latent-attention model that equals it.
+      mla_method ... disable_chunked_prefix: as in `FormOptions`; of models with latent attention.
     """
 
     model: str = "smollm2-135m-instruct"
@@ -87,6 +87,12 @@ class Options:
     max_batch: int = 8
     dtype: str | None = None
     kv_dtype: str | None = None
+    random_weights: str | None = None
+    as_mla: bool = False
+    mla_method: str | None = None
+    max_chunk_capacity: int | None = None
+    chunked_prefix_threshold: int | None = None
+    disable_chunked_prefix: bool = False
 
     def __post_init__(self):
         if self.draft not in DRAFTS:
@@ -113,6 +119,7 @@ class Options:
             raise ValueError("a stop text is empty: give at least one character")
         if self.logprobs is not None and not 0 <= self.logprobs <= _MAX_LOGPROBS:
             raise ValueError(f"logprobs={self.logprobs}: want 0 to {_MAX_LOGPROBS}, or leave it out")
+        self.form_options()  # checks those of latent attention
         self.sampler_config()  # checks the sampling parameters before a model is loaded
 
     @property
@@ -135,6 +142,17 @@ class Options:
             return self.num_draft_tokens
         most = 1 + (num_candidates(self.topk, self.drafts) if self.draft == "standalone" else self.topk * self.drafts)
         return self.num_draft_tokens or min(_NUM_NODES, most)
+
+    def form_options(self) -> FormOptions:
+        """How the prefill of an MLA model is computed."""
+        if self.mla_method is not None and self.mla_method not in AttnForwardMethod.__members__:
+            raise ValueError(f"mla_method {self.mla_method!r} is unknown: want one of {', '.join(AttnForwardMethod)}")
+        return FormOptions(
+            method=None if self.mla_method is None else AttnForwardMethod[self.mla_method],
+            max_chunk_capacity=self.max_chunk_capacity,
+            chunked_prefix_threshold=self.chunked_prefix_threshold,
+            chunked_prefix_disabled=self.disable_chunked_prefix,
+        )
 
     def _check_tree(self) -> None:
         if not 1 <= self.topk <= MAX_TOPK:
@@ -235,19 +253,22 @@ def load(options: Options, progress: Progress = lambda what, done, total: None) 
     """Read a model and choose its kernels. Raises ValueError, one sentence, for a bad file, name or size."""
     platform = platform_named(options.platform) if options.platform else detect()
     rules = policy_named(options.policy or platform.default_policy)
-    page_size = options.page_size or _default_page_size(rules.legal_page_sizes(is_mla=False))
+    source = open_source(options.model, options.random_weights)
+    is_mla = options.as_mla or _is_mla(source)
+    if not is_mla:
+        options.form_options().refuse()
+    page_size = options.page_size or _default_page_size(rules.legal_page_sizes(is_mla=is_mla))
     build = functools.partial(_build, options=options, rules=rules, platform=platform, page_size=page_size)
-    file = open_model(locate(options.model))
-    tokenizer = file.tokenizer()
+    tokenizer = source.tokenizer()
     drafter = None
     if options.draft == "standalone" and options.draft_model not in (None, options.model):
         assert options.draft_model is not None
-        draft_file = open_model(locate(options.draft_model))
-        check_same_vocabulary(tokenizer, draft_file.tokenizer())
-        model = build(file, progress=progress)
-        drafter = build(draft_file, progress=progress)
+        draft_source = open_source(options.draft_model)
+        check_same_vocabulary(tokenizer, draft_source.tokenizer())
+        model = build(source, progress=progress)
+        drafter = build(draft_source, progress=progress, as_mla=options.as_mla and not _is_mla(draft_source))
     else:
-        model = build(file, progress=progress)
+        model = build(source, progress=progress)
         drafter = model if options.draft == "standalone" else None
     if drafter is not None and options.draft_layers is not None:
         drafter = first_layers(drafter, options.draft_layers)
@@ -256,7 +277,7 @@ def load(options: Options, progress: Progress = lambda what, done, total: None) 
         model=model,
         config=model.config,
         tokenizer=tokenizer,
-        metadata=file.metadata,
+        metadata=source.metadata,
         platform=platform,
         page_size=page_size,
         weight_bytes=sum(sizes),
@@ -281,50 +302,32 @@ def check_same_vocabulary(ours: Tokenizer, theirs: Tokenizer) -> None:
             )
 
 
-def _build(file, *, options: Options, rules: BackendPolicy, platform: Platform, page_size: int, progress: Progress):
-    config = config_of(file.hparams)
-    dtype = options.dtype or ("float32" if platform.is_cpu else "bfloat16")
-    specs = config.attn_specs(options.kv_dtype)
-    choices = {
-        spec: resolve(spec, rules.name, platform, page_size=page_size, topk=options.topk)
-        for spec in dict.fromkeys(specs)
-    }
-    arrays = load_arrays(file, on_tensor=lambda name, done, total: progress("tensors", done, total))
-    return build_decoder(
-        config,
-        specs,
-        tuple(choices[spec] for spec in specs),
-        arrays,
-        dtype=jnp.dtype(dtype),
-        weight_first=platform.is_cpu,
+def _is_mla(source: Source) -> bool:
+    return source.hparams.kv_lora_rank is not None
+
+
+def _build(
+    source: Source,
+    *,
+    options: Options,
+    rules: BackendPolicy,
+    platform: Platform,
+    page_size: int,
+    progress: Progress,
+    as_mla: bool | None = None,
+) -> Decoder:
+    return build_model(
+        source,
+        platform=platform,
+        rules=rules,
+        page_size=page_size,
+        topk=options.topk,
+        dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
+        as_mla=options.as_mla if as_mla is None else as_mla,
+        seed=options.seed,
+        on_tensor=lambda name, done, total: progress("tensors", done, total),
     )
-
-
-_SCALINGS: dict[str, Callable[[dict], Scaling]] = {
-    "linear": lambda given: LinearScaling(**given),
-    "freq_factors": lambda given: FactorScaling(factors=given["freq_factors"]),
-    "llama3": lambda given: Llama3Scaling(**given),
-    "yarn": lambda given: YarnScaling(**given),
-}
-
-
-def config_of(hparams: HParams) -> ModelConfig:
-    """Model hyperparameters from a file's: fields of the same name are the same thing."""
-    scaling, given = None, {}
-    if hparams.rope_scaling is not None:
-        given = {name: value for name, value in dataclasses.asdict(hparams.rope_scaling).items() if value is not None}
-        scaling = _SCALINGS[given.pop("kind")](given)
-    experts = None
-    if hparams.num_experts:
-        assert hparams.swiglu_limit is not None and hparams.swiglu_alpha is not None
-        experts = ExpertsConfig(
-            num_experts=hparams.num_experts,
-            top_k=hparams.experts_per_token,
-            limit=hparams.swiglu_limit,
-            alpha=hparams.swiglu_alpha,
-        )
-    own = {field.name for field in dataclasses.fields(ModelConfig)} - {"rope_scaling", "experts"}
-    return ModelConfig(rope_scaling=scaling, experts=experts, **{name: getattr(hparams, name) for name in own})
 
 
 def _default_page_size(legal: frozenset[int] | None) -> int:

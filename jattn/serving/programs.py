@@ -17,7 +17,9 @@ from jattn.combinators.round import decode_round, standalone_round, tree_round
 from jattn.combinators.standalone import Lineage, rows_ahead
 from jattn.combinators.state import DecodeState
 from jattn.combinators.tree import check_size
+from jattn.dispatch import AttnForwardMethod
 from jattn.sampling import SamplerConfig
+from jattn.serving.forms import PrefillForms, WithForm
 
 
 def check_width(*, topk: int, num_steps: int, num_nodes: int | None, standalone: bool = False) -> None:
@@ -52,6 +54,7 @@ class ProgramConfig:
     num_nodes: int | None = None  # of a tree, the newest token included; a chain has num_steps + 1
     standalone: bool = False  # a draft model proposes, instead of the request's own text
     lineage: Lineage = "parent"  # of a draft model's tree, as in `standalone.propose`
+    forms: PrefillForms | None = None  # of an MLA model
 
     def __post_init__(self):
         if self.sampler.rejection and not (self.standalone and self.topk == 1):
@@ -85,7 +88,7 @@ class Programs:
     """Executables. All but `params` donate the state."""
 
     round: Callable  # (params, state) -> (state, report); params of the model, and of the draft model
-    prefill: dict[int, Callable]  # rows -> (params, state, q_lens) -> (state, report)
+    prefill: dict[tuple[int, AttnForwardMethod | None], Callable]  # (params, state, q_lens) -> (state, report)
     admit: Callable
     release: Callable
 
@@ -109,7 +112,7 @@ def compile_programs(
         on_program(len(ready), len(table))
     return Programs(
         round=ready["round"],
-        prefill={rows: ready[f"prefill of {rows}"] for rows in config.prefill_rows},
+        prefill={key: ready[_prefill_name(*key)] for key in _prefill_keys(config)},
         admit=ready["admit"],
         release=ready["release"],
     )
@@ -132,8 +135,10 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
     def with_model(function, params, *args):
         return function(*nnx.merge(graphdef, params), *args)
 
-    def prefill(*args, **kwargs):
+    def prefill(*args, method: AttnForwardMethod | None, **kwargs):
         model, *drafter, state, q_lens = args
+        if method is not None and config.forms is not None:
+            model = WithForm(model, config.forms.form(method, state, q_lens))
         return extend(model, state, q_lens, drafter=drafter[0] if drafter else None, **kwargs)
 
     common = dict(num_steps=config.num_steps, shapes=config.shapes, sampler=config.sampler)
@@ -146,9 +151,11 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
     else:
         step = functools.partial(decode_round, **common)
     table = {"round": lower(functools.partial(with_model, step), params, state, donate=1)}
-    for rows in config.prefill_rows:
-        chunk = functools.partial(prefill, rows=rows, report_width=config.num_steps + 1, sampler=config.sampler)
-        table[f"prefill of {rows}"] = lower(
+    for rows, method in _prefill_keys(config):
+        chunk = functools.partial(
+            prefill, method=method, rows=rows, report_width=config.num_steps + 1, sampler=config.sampler
+        )
+        table[_prefill_name(rows, method)] = lower(
             functools.partial(with_model, chunk), params, state, ints((config.num_seqs,)), donate=1
         )
     row = (ints((config.max_context,)), ints((3,)), ints((config.max_stops,)))
@@ -156,3 +163,12 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
     table["admit"] = lower(admit, state, scalar, *row, sampling, donate=0)
     table["release"] = lower(release, state, scalar, donate=0)
     return table
+
+
+def _prefill_keys(config: ProgramConfig) -> list[tuple[int, AttnForwardMethod | None]]:
+    methods = (None,) if config.forms is None else config.forms.methods
+    return [(rows, method) for rows in config.prefill_rows for method in methods]
+
+
+def _prefill_name(rows: int, method: AttnForwardMethod | None) -> str:
+    return f"prefill of {rows}" if method is None else f"prefill of {rows} by {method}"

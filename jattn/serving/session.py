@@ -50,6 +50,8 @@ class Session:
                 sampler=options.sampler_config(),
                 drafter=loaded.drafter,
                 kv_dtype=KV_DTYPES[options.kv_dtype] if options.kv_dtype else loaded.model.embed.dtype,
+                forms=options.form_options(),
+                num_prompt_tokens=sum(map(len, self.prompt_ids)),
                 on_program=lambda done, total: progress("programs", done, total),
             )
         self.compilations = count.value

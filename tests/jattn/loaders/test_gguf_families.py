@@ -164,7 +164,7 @@ def test_both_formats_hold_the_same_model(name, tmp_path):
 
 def test_llama3_bands_come_as_factors(tmp_path):
     from jattn.models.rope import inv_freq
-    from jattn.serving.loaded import config_of
+    from jattn.serving.build import config_of
 
     ours, theirs = (
         config_of(model.hparams)

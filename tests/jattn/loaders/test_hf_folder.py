@@ -155,7 +155,7 @@ def test_older_spellings_say_the_same(name):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("qwen3", dict(model_type="mamba"), "model_type is 'mamba': want one of gemma2, gemma3_text, gpt_oss, llama"),
+        ("qwen3", dict(model_type="mamba"), "model_type is 'mamba': want one of deepseek_v2, deepseek_v3, gemma2, "),
         ("qwen3", dict(model_type=None), "model_type is None"),
         ("qwen3", dict(model_type=["llama"]), "model_type is ['llama']"),
         ("qwen3", dict(hidden_size="big"), "hidden_size is 'big': want a whole number above 0"),

@@ -13,7 +13,7 @@ from jattn.models.config import ModelConfig
 from jattn.models.decoder import Decoder
 from jattn.models.load import build_decoder
 from jattn.resolve import resolve
-from jattn.serving.loaded import config_of
+from jattn.serving.build import config_of
 
 HF = Path(__file__).parents[2] / "data" / "hf"
 FAMILIES = tuple(sorted(path.name for path in HF.iterdir()))
@@ -69,6 +69,8 @@ def _read(path: Path) -> Checkpoint:
 
 
 def pytest_generate_tests(metafunc):
-    """`family` runs over the folders."""
+    """`family` runs over the folders; those that the module's LONG names for a test are long."""
     if "family" in metafunc.fixturenames:
-        metafunc.parametrize("family", FAMILIES)
+        long = getattr(metafunc.module, "LONG", {}).get(metafunc.function.__name__, ())
+        marks = {name: pytest.mark.long if name in long else () for name in FAMILIES}
+        metafunc.parametrize("family", [pytest.param(name, marks=marks[name]) for name in FAMILIES])

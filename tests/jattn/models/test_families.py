@@ -4,55 +4,21 @@ import dataclasses
 import functools
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from packed_run import PAGE, TABLE, TOLERANCE, Run, within
 
 import jattn
-from jattn.cache import PagedKV
 from jattn.modes import ForwardMode
 from jattn.plan import make_plan
 
-TOLERANCE = 2e-4  # of logits, in float32
-PAGE = 4
-TABLE = np.random.default_rng(0).permutation(24).reshape(2, 12).astype(np.int32)
 SHARED = 24  # tokens that both prompts begin with
-
-
-@functools.partial(jax.jit, donate_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
-def step(model, cache, ids, plan):
-    hidden, cache = model(ids, cache, plan)
-    return model.logits(hidden), cache
-
-
-class Run:
-    """A model with a cache for the two prompts."""
-
-    def __init__(self, model, prompts):
-        self.model, self.prompts = model, prompts
-        self.cache = PagedKV.create(model.spec, num_layers=model.config.num_layers, num_pages=24, page_size=PAGE)
-        self.lens = np.zeros(2, np.int32)
-
-    def take(self, mode, counts, *, rows, longest):
-        """Logits of the next `counts` tokens of each prompt, in steps of `rows` packed rows, padded."""
-        counts = np.asarray(counts, np.int32)
-        ids = [p[n : n + c] for p, n, c in zip(self.prompts, self.lens, counts, strict=True)]
-        self.lens = self.lens + counts
-        lens = np.where(counts > 0, self.lens, 0)
-        plan = make_plan(mode, lens, counts, TABLE, page_size=PAGE, num_tokens=rows, max_q_len=longest)
-        return self.run(ids, plan)
-
-    def run(self, ids, plan):
-        packed = np.zeros(plan.num_tokens, np.int32)
-        packed[: sum(map(len, ids))] = np.concatenate(ids)
-        logits, self.cache = step(self.model, self.cache, jnp.asarray(packed), plan)
-        edges = np.cumsum([len(part) for part in ids])
-        return np.split(np.asarray(logits)[: edges[-1]], edges[:-1])
-
-
-def within(got, want):
-    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+DEEPSEEK = ("deepseek-v2", "deepseek-v2-groups", "deepseek-v3")
+LONG = {  # by hand: `test_latent` takes these steps in a form each
+    "test_logits_of_whole_prompts": ("deepseek-v2-groups",),
+    "test_logits_in_chunks_then_token_by_token_then_of_drafts": DEEPSEEK,
+    "test_logits_of_a_tree_whose_two_branches_are_the_two_prompts": ("deepseek-v2", "deepseek-v3"),
+}
 
 
 def test_logits_of_whole_prompts(family, checkpoint):
@@ -116,6 +82,10 @@ def mixed(config, **changes):
     return dict(experts=dataclasses.replace(config.experts, **changes))
 
 
+def latent(config, **changes):
+    return dict(mla=dataclasses.replace(config.mla, **changes))
+
+
 def plain(**changes):
     return lambda config: changes
 
@@ -130,6 +100,19 @@ GEMMA = {
     "embedding scale": (plain(embed_scale=None), ()),
     "query scale": (plain(sm_scale=None), ()),
     "activation": (plain(activation="silu"), ()),
+}
+MIXTURE = {
+    "experts a token": (functools.partial(mixed, top_k=2), ()),
+    "shared experts": (functools.partial(mixed, shared_ffn_dim=0), ("shared_gate", "shared_up", "shared_down")),
+    "norm of the latent": (functools.partial(latent, latent_norm=False), ("kv_a_norm",)),
+    "scale": (plain(sm_scale=1.0), ()),
+}
+GROUPED = {
+    "groups": (functools.partial(mixed, top_groups=4), ()),
+    "fewer groups": (functools.partial(mixed, num_groups=2, top_groups=1), ()),
+    "scale of experts": (functools.partial(mixed, routed_scale=1.0), ()),
+    "scaling": (NO_SCALING, ()),
+    "ramp's end": (functools.partial(scaled, beta_slow=0.9), ()),
 }
 # family -> feature -> (what the config says without it, tensors that go with it)
 FEATURES = {
@@ -165,6 +148,21 @@ FEATURES = {
         "norms of q and k": NO_QK_NORM,
         "theta of window layers": (plain(window_rope_theta=None), ()),
         "scaling": (NO_SCALING, ()),
+    },
+    "deepseek-v2": MIXTURE,
+    "deepseek-v2-groups": MIXTURE
+    | GROUPED
+    | {
+        "amplitude": (functools.partial(scaled, amplitude=1.0), ()),
+        "scoring": (functools.partial(mixed, scoring="sigmoid"), ()),
+    },
+    "deepseek-v3": MIXTURE
+    | GROUPED
+    | {
+        "score of a group": (functools.partial(mixed, group_score="max"), ()),
+        "shares of sum 1": (functools.partial(mixed, norm_topk=False), ()),
+        "bias of the choice": (functools.partial(mixed, score_bias=False), ("score_bias",)),
+        "scoring": (functools.partial(mixed, scoring="softmax"), ()),
     },
     "gpt-oss": {
         "sinks": (plain(sinks=False), ("sinks",)),

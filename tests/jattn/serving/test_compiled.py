@@ -9,7 +9,6 @@ from engines import engine_of, serve
 from flax import nnx
 from tiny_model import tiny
 
-from jattn.cache import PagedKV
 from jattn.combinators.ngram import NUM_CLASSES
 from jattn.combinators.state import DecodeState
 from jattn.sampling import SamplerConfig
@@ -33,7 +32,7 @@ def test_a_program_updates_the_cache_in_place(program, draft, kv_dtype):
     graphdef, params = nnx.split((model,))
 
     def empty():
-        cache = PagedKV.create(model.spec, num_layers=3, num_pages=num_pages, page_size=page_size)
+        cache = model.new_cache(num_pages=num_pages, page_size=page_size)
         return DecodeState.create(cache, num_seqs=num_seqs, max_context=512, max_stops=2, num_classes=NUM_CLASSES)
 
     state = jax.eval_shape(empty)  # shapes only: the pool is large so that any copy of it stands out

@@ -7,6 +7,7 @@ import pytest
 from engines import serve
 from tiny_model import CONFIG, tiny
 
+from jattn.cache import PagedKV
 from jattn.sampling import SamplerConfig
 from jattn.serving.engine import Engine
 from jattn.serving.request import Request
@@ -164,4 +165,5 @@ def test_narrow_caches_stay_near_the_full_one(kv_dtype):
     assert len(a) == len(b) == 8
     assert narrow.cache_bytes < full.cache_bytes
     cache = narrow._state.cache
+    assert isinstance(cache, PagedKV)
     assert np.isfinite(np.asarray(cache.k).view(cache.dtype).astype(np.float32)).all()

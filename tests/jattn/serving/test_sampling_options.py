@@ -4,9 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import BRANCHING, serve, tiny_engine
-from tiny_model import CONFIG, tiny
+from tiny_model import tiny
 
-from jattn.cache import PagedKV
 from jattn.modes import ForwardMode
 from jattn.plan import make_plan
 from jattn.sampling import SamplerConfig
@@ -35,7 +34,7 @@ def plain():
 def logits_of(ids):
     """The model's logits behind each token of a text, float64."""
     model = tiny()
-    cache = PagedKV.create(model.spec, num_layers=CONFIG.num_layers, num_pages=1, page_size=128)
+    cache = model.new_cache(num_pages=1, page_size=128)
     n = np.array([len(ids)])
     plan = make_plan(ForwardMode.EXTEND, n, n, np.array([[0]]), page_size=128)
     hidden, _ = model(jnp.asarray(ids, jnp.int32), cache, plan)

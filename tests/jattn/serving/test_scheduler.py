@@ -65,7 +65,9 @@ class Device:
         self.slots = [Slot() for _ in range(config.num_seqs)]
 
     def programs(self):
-        chunks = {rows: lambda _, state, q_lens, rows=rows: self.prefill(state, q_lens, rows) for rows in (4, 16)}
+        chunks: dict[tuple[int, Any], Any] = {
+            (rows, None): lambda _, state, q_lens, rows=rows: self.prefill(state, q_lens, rows) for rows in (4, 16)
+        }
         return Programs(
             round=lambda _, state: self.round(state), prefill=chunks, admit=self.admit, release=self.release
         )

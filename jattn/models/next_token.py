@@ -1,0 +1,65 @@
+"""The layer behind a model's last that predicts one token further ahead (MTP, NextN).
+
+Source: arXiv:2412.19437, section 2.2, as published in https://huggingface.co/deepseek-ai/DeepSeek-V3.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jattn.cache import Cache
+from jattn.models.config import ModelConfig
+from jattn.models.decoder import Block, Spec, apply_block, new_cache
+from jattn.models.latent import Form
+from jattn.models.layers import Linear, RMSNorm
+from jattn.plan import Plan
+from jattn.resolve import Choice
+
+
+class NextToken(nnx.Module):
+    """norm(block(project([norm(embedding of the next token), norm(hidden state)]))), the embedding being the target's.
+
+    Row i pairs the target's final hidden state i with token i + 1, and predicts token i + 2.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: Spec,
+        choice: Choice,
+        *,
+        rngs: nnx.Rngs,
+        dtype=jnp.float32,
+        weight_first: bool = False,
+    ):
+        def norm() -> RMSNorm:
+            return RMSNorm(config.d_model, config.rms_eps, dtype, wide=config.wide_norms)
+
+        self.config, self.spec = config, spec
+        kwargs: dict[str, Any] = dict(rngs=rngs, dtype=dtype, weight_first=weight_first)
+        self.token_norm, self.hidden_norm = norm(), norm()
+        self.project = Linear(2 * config.d_model, config.d_model, **kwargs)
+        self.block = Block(config, spec, choice, experts=config.has_experts(config.num_layers), **kwargs)
+        self.final_norm = norm()
+
+    def __call__(
+        self, embedded: jax.Array, hidden: jax.Array, cache: Cache, plan: Plan, form: Form | None = None
+    ) -> tuple[jax.Array, Cache]:
+        """Hidden states for `Decoder.logits`, and the cache of one layer with this step written.
+
+        Args: embedded, hidden: [rows, d_model] each, `Decoder.embedded` of the next tokens and the final hidden states
+          that the target (or this layer, a step earlier) gave. cache: of this layer alone.
+        """
+        config = self.config
+        both = jnp.concatenate([self.token_norm(embedded), self.hidden_norm(hidden)], axis=-1)
+        phases = config.rope(0).phases(plan.positions, config.rope_dim)
+        split = nnx.split(self.block)
+        form = Form() if form is None else form
+        x, cache = apply_block(*split, self.project(both), phases, cache, plan, jnp.int32(0), form)
+        return self.final_norm(x), cache
+
+    def new_cache(self, *, num_pages: int, page_size: int, dtype=None) -> Cache:
+        """An empty cache of this layer; dtype: where the spec names none."""
+        return new_cache(self.spec, num_layers=1, num_pages=num_pages, page_size=page_size, dtype=dtype)

@@ -1,0 +1,111 @@
+"""From what a file says to a model with its kernels chosen."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jattn.backends import BackendPolicy
+from jattn.loaders.hparams import HParams
+from jattn.loaders.models import locate
+from jattn.loaders.open import open_model
+from jattn.loaders.shape import ModelShape, read_shape
+from jattn.loaders.weights import ModelFile, OnTensor, load_arrays
+from jattn.models.as_mla import as_mla_arrays, as_mla_config
+from jattn.models.config import ExpertsConfig, MLAConfig, ModelConfig
+from jattn.models.decoder import Decoder
+from jattn.models.load import build_decoder
+from jattn.models.rope import FactorScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
+from jattn.platforms import Platform
+from jattn.resolve import resolve
+
+Source = ModelFile | ModelShape
+
+
+def open_source(model: str, random_weights: str | None = None) -> Source:
+    """A model file; or with `random_weights` only the shape of one. Raises ModelFileError, one sentence."""
+    return open_model(locate(model)) if random_weights is None else read_shape(random_weights)
+
+
+def build_model(
+    source: Source,
+    *,
+    platform: Platform,
+    rules: BackendPolicy,
+    page_size: int,
+    topk: int | None = None,
+    dtype: str | None = None,
+    kv_dtype: str | None = None,
+    as_mla: bool = False,
+    seed: int = 0,
+    on_tensor: OnTensor | None = None,
+) -> Decoder:
+    """The model, on the device, each layer with the kernels that `rules` choose for it.
+
+    Args: dtype: of the weights; None is float32 on a CPU and bfloat16 elsewhere. as_mla: a GQA model becomes its equal
+      MLA model. seed: of random weights, where `source` is a shape.
+    Raises: ValueError, one sentence, for tensors, options or sizes that do not fit.
+    """
+    held = config_of(source.hparams)
+    config = as_mla_config(held) if as_mla else held
+    specs = config.attn_specs(kv_dtype)
+    choices = {
+        spec: resolve(spec, rules.name, platform, page_size=page_size, topk=topk) for spec in dict.fromkeys(specs)
+    }
+    layers = (config, specs, tuple(choices[spec] for spec in specs))
+    dtype = dtype or ("float32" if platform.is_cpu else "bfloat16")
+    kwargs: dict[str, Any] = dict(dtype=jnp.dtype(dtype), weight_first=platform.is_cpu)
+    if isinstance(source, ModelShape):
+        return Decoder(*layers, rngs=nnx.Rngs(seed), **kwargs)
+    arrays = load_arrays(source, on_tensor=on_tensor)
+    return build_decoder(*layers, as_mla_arrays(held, arrays) if as_mla else arrays, **kwargs)
+
+
+_SCALINGS: dict[str, Callable[[dict], Scaling]] = {
+    "linear": lambda given: LinearScaling(**given),
+    "freq_factors": lambda given: FactorScaling(factors=given["freq_factors"]),
+    "llama3": lambda given: Llama3Scaling(**given),
+    "yarn": lambda given: YarnScaling(**given),
+}
+_EXPERTS = "shared_ffn_dim scoring score_bias num_groups top_groups group_score norm_topk routed_scale".split()
+
+
+def config_of(hparams: HParams) -> ModelConfig:
+    """Model hyperparameters from a file's: fields of the same name are the same thing."""
+    scaling, given = None, {}
+    if hparams.rope_scaling is not None:
+        given = {name: value for name, value in dataclasses.asdict(hparams.rope_scaling).items() if value is not None}
+        scaling = _SCALINGS[given.pop("kind")](given)
+    own = {field.name for field in dataclasses.fields(ModelConfig)} - {"rope_scaling", "experts", "mla"}
+    return ModelConfig(
+        rope_scaling=scaling,
+        experts=_experts_of(hparams) if hparams.num_experts else None,
+        mla=_mla_of(hparams),
+        **{name: getattr(hparams, name) for name in own},
+    )
+
+
+def _experts_of(hparams: HParams) -> ExpertsConfig:
+    return ExpertsConfig(
+        num_experts=hparams.num_experts,
+        top_k=hparams.experts_per_token,
+        ffn_dim=hparams.expert_ffn_dim,
+        first_layer=hparams.first_expert_layer,
+        every=hparams.expert_every,
+        bias=hparams.swiglu_limit is not None,  # gpt-oss
+        limit=hparams.swiglu_limit,
+        alpha=hparams.swiglu_alpha or 1.0,
+        **{name: getattr(hparams, name) for name in _EXPERTS},
+    )
+
+
+def _mla_of(hparams: HParams) -> MLAConfig | None:
+    if hparams.kv_lora_rank is None or hparams.v_head_dim is None:
+        return None
+    return MLAConfig(
+        kv_lora_rank=hparams.kv_lora_rank,
+        v_head_dim=hparams.v_head_dim,
+        **{name: getattr(hparams, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "q_lora_rank")},
+    )
