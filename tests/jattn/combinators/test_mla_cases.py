@@ -21,15 +21,17 @@ from jattn.combinators.mla import mla_attend
 from jattn.dispatch import AttnForwardMethod as M
 
 NARROW = ("bfloat16", "float16")
+QUICK = {"xla_backend_optimization_level": 0}  # the same operations, compiled faster
 LONG = pytest.mark.long
-EVERY_FORM = pytest.mark.parametrize("method", FORMS, ids=str)
 DTYPE_FORMS = pytest.mark.parametrize(
-    ("dtype", "method"),
-    [pytest.param(dtype, form, marks=() if (dtype, form) == ("float32", M.MLA) else LONG)
-     for dtype in ("float32", *NARROW) for form in FORMS],
-    ids=str,
-)  # fmt: skip
-"""Absorbed attention in float32 by default; the other forms and the narrow dtypes are long."""
+    ("dtype", "method"), [(dtype, form) for dtype in ("float32", *NARROW) for form in FORMS], ids=str
+)
+
+
+def attend(spec):
+    """The compiled door of a layer."""
+    choice = jattn.resolve(spec, "native", "cpu")
+    return jax.jit(functools.partial(jattn.attend, spec=spec, choice=choice), compiler_options=QUICK)
 
 
 def latent_cache(rows, dtype, *, num_layers=1):
@@ -39,7 +41,12 @@ def latent_cache(rows, dtype, *, num_layers=1):
 
 @pytest.mark.parametrize(
     ("dtype", "method"),
-    [*(("float32", form) for form in (*FORMS, M.MHA)), *(pytest.param(d, M.MLA, marks=LONG) for d in NARROW)],
+    [
+        ("float32", M.MLA),
+        ("float32", M.MHA_ONE_SHOT),
+        *(pytest.param("float32", form, marks=LONG) for form in (M.MHA_CHUNKED_KV, M.MHA)),
+        *(pytest.param(dtype, M.MLA, marks=LONG) for dtype in NARROW),
+    ],
 )
 def test_every_form_keeps_the_scale_of_the_original_key_size(dtype, method):
     case = cases.build("C11", dtype)
@@ -84,10 +91,11 @@ def test_each_query_of_a_chain_sees_its_own_keys(dtype):
     plan = jattn.make_plan(ForwardMode.TARGET_VERIFY, ins["kv_lens"], lens, ins["page_table"], page_size=page)
     cache = latent_cache(ins["kv_pages"][:, :, 0], dtype)
     q = jnp.asarray(ins["q"].reshape(-1, heads, width), dtype)
-    out, _ = jattn.attend(q, cache, plan, spec=spec, choice=jattn.resolve(spec, "native", "cpu"))
+    out, _ = attend(spec)(q, cache, plan)
     assert case.check({"o": np.asarray(out.astype(jnp.float32)).reshape(seqs, fresh, heads, rank)}) == []
 
 
+@LONG
 def test_a_selection_of_everything_is_dense():
     case = cases.build("C13")
     ins = case.inputs
@@ -96,11 +104,11 @@ def test_a_selection_of_everything_is_dense():
     spec = MLASpec(num_q_heads=heads, **sizes, sm_scale=ins["scale"])
     plan = jattn.make_plan(ForwardMode.EXTEND, [tokens], [tokens], np.arange(tokens)[None], page_size=1)
     cache = latent_cache(ins["latent_kv"], jnp.float32)
-    q, choice = jnp.asarray(ins["q"], jnp.float32), jattn.resolve(spec, "native", "cpu")
-    out, lse = jattn.attend(q, cache, plan, spec=spec, choice=choice)
+    out, lse = attend(spec)(jnp.asarray(ins["q"], jnp.float32), cache, plan)
     assert case.check({"o": np.asarray(out), "lse": np.asarray(lse)}) == []
 
 
+@LONG
 @DTYPE_FORMS
 def test_causal_masks_line_up_at_the_bottom_right(dtype, method):
     case = cases.build("C02", dtype)
@@ -114,18 +122,16 @@ def test_causal_masks_line_up_at_the_bottom_right(dtype, method):
     assert case.check({"sequences": got}) == []
 
 
+@LONG
 @DTYPE_FORMS
 def test_query_heads_read_the_kv_head_of_their_group(dtype, method):
     case = cases.build("C06", dtype)
     seqs = case.inputs["sequences"]
-    asked = range(len(seqs)) if dtype != "float32" or method is not M.MLA else (0, 3)
-    got = [{"o": want["o"]} for want in case.expected["sequences"]]  # the others are long
-    for i in asked:
-        got[i] = {"o": latent_door.attend_all([seqs[i]], method, dtype=jnp.dtype(dtype))[0]}
+    got = [{"o": latent_door.attend_all([seq], method, dtype=jnp.dtype(dtype))[0]} for seq in seqs]
     assert case.check({"sequences": got}) == []
 
 
-@pytest.mark.parametrize("page", [1, pytest.param(4, marks=LONG), pytest.param(16, marks=LONG), 64, 256])
+@pytest.mark.parametrize("page", [1, *(pytest.param(n, marks=LONG) for n in (4, 16, 64)), 256])
 def test_every_page_size_gives_the_same_answer(page):
     case = cases.build("C10")
     ins = case.inputs
@@ -135,6 +141,7 @@ def test_every_page_size_gives_the_same_answer(page):
     assert case.check({"o": np.split(np.asarray(out), np.cumsum(ins["q_lens"])[:-1])}) == []
 
 
+@LONG
 def test_nothing_past_the_length_reaches_the_output():
     case = cases.build("C08")
     ins = case.inputs
@@ -150,8 +157,7 @@ def attend_pages(q, pages, plan, dtype=jnp.float32):
     rows = [pages[name].reshape(*pages[name].shape[:2], -1) for name in ("v_pages", "k_pages")]
     wide = jnp.asarray(latent_door.queries(q, kv_heads), dtype)
     wide = jnp.concatenate([jnp.zeros((*wide.shape[:2], spec.kv_lora_rank), dtype), wide], axis=-1)
-    cache, choice = latent_cache(np.concatenate(rows, axis=-1), dtype), jattn.resolve(spec, "native", "cpu")
-    out, _ = jattn.attend(wide, cache, plan, spec=spec, choice=choice)
+    out, _ = attend(spec)(wide, latent_cache(np.concatenate(rows, axis=-1), dtype), plan)
     return np.einsum("thr,hrv->thv", out, latent_door.values(spec, kv_heads, dtype))
 
 
@@ -171,7 +177,7 @@ def test_padding_rows_write_nothing(dtype):
     assert (got[:4] == 7).all() and (got[8:] == 9).all()
 
 
-@EVERY_FORM
+@pytest.mark.parametrize("method", [M.MLA, *(pytest.param(form, marks=LONG) for form in FORMS[1:])], ids=str)
 def test_draft_branches_see_the_prefix_and_themselves(method):
     """All drafts as nodes behind the prefix, written step by step, told apart by ancestor bits."""
     case = cases.build("C20")
@@ -186,7 +192,8 @@ def test_draft_branches_see_the_prefix_and_themselves(method):
     cache = jattn.write_kv(*flat(seqs, lambda seq, n: seq[n]), cache, plan, layer=0, choice=choice)
     q = jnp.asarray(np.concatenate([seq["q"] for seq in seqs]), jnp.float32)
     weights = dict(w_kc=jnp.zeros((spec.num_q_heads, 0, spec.kv_lora_rank)), w_vc=latent_door.values(spec, 1, q.dtype))
-    run = jax.jit(functools.partial(mla_attend, layer=0, spec=spec, choice=choice, method=method))
+    run = functools.partial(mla_attend, layer=0, spec=spec, choice=choice, method=method)
+    run = jax.jit(run, compiler_options=QUICK)
     places = np.tile(np.repeat(np.arange(steps), topk), (len(seqs), 1)) + pre[:, None]
     out = q
     for step in range(steps):
@@ -208,7 +215,8 @@ def flat(seqs, pick):
     return (jnp.asarray(np.concatenate([pick(s, n)[:, 0] for s in seqs]), jnp.float32) for n in ("v", "k"))
 
 
-@pytest.mark.parametrize("method", [M.MLA, *(pytest.param(form, marks=LONG) for form in FORMS[1:])], ids=str)
+@LONG
+@pytest.mark.parametrize("method", FORMS, ids=str)
 def test_float32_is_computed_in_float32(method):
     case = cases.build("C26")
     assert case.check({"o": latent_door.attend_all([case.inputs], method)[0]}) == []
