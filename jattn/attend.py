@@ -51,7 +51,7 @@ def write_attend[C: (PagedKV, MLACache)](
     >>> out.shape, lse.shape
     ((5, 4, 8), (5, 4))
     """
-    _check_cache(cache, plan, spec)
+    check_cache(cache, plan, spec)
     if isinstance(spec, MLASpec):
         _check_rows("latent", k, (plan.num_tokens, spec.kv_lora_rank))
         _check_rows("k_rope", v, (plan.num_tokens, spec.qk_rope_head_dim))
@@ -138,7 +138,7 @@ def attend(
     if isinstance(kv, RaggedKV):
         out, lse = _attend_ragged(q, kv, choice, common)
     else:
-        _check_cache(kv, plan, spec)
+        check_cache(kv, plan, spec)
         out, lse = choice.function("attend")(
             q,
             kv.k,
@@ -189,7 +189,7 @@ def _attend_latent(q, kv: MLACache, plan: Plan, layer, spec: MLASpec, choice: Ch
     if sinks is not None:
         raise ValueError("sinks are given but spec is an MLASpec: latent attention has none; leave them out")
     _check_rows("q", q, (plan.num_tokens, spec.num_q_heads, spec.latent_dims))
-    _check_cache(kv, plan, spec)
+    check_cache(kv, plan, spec)
     out, lse = choice.function("attend_latent")(
         q,
         kv.latent,
@@ -262,7 +262,8 @@ def _mixed(kv, spec: Spec) -> ValueError:
     )
 
 
-def _check_cache(cache: Cache, plan: Plan, spec: Spec) -> None:
+def check_cache(cache: Cache, plan: Plan, spec: Spec) -> None:
+    """Raise ValueError if a cache is not of this plan and this spec."""
     if isinstance(cache, MLACache) and isinstance(spec, MLASpec):
         names, want = "(kv_lora_rank, qk_rope_head_dim)", (spec.kv_lora_rank, spec.qk_rope_head_dim)
         got = (want[0], latent_rows.width(cache.latent, want[0]) - want[0])

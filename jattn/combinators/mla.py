@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jattn.attend import attend, merge_states, write_kv
+from jattn.attend import attend, check_cache, merge_states, write_kv
 from jattn.cache import MLACache, RaggedKV
 from jattn.combinators.latent_chunks import BLOCK, CHUNKED, ONE_SHOT, LatentChunks
 from jattn.dispatch import AttnForwardMethod as M
@@ -72,6 +72,7 @@ def mla_attend(
     if method not in FORMS:
         raise NoBackendError(f"method {method} attends to selected tokens, for which there is no kernel yet: use MLA")
     inputs = _Inputs(q_nope, q_rope, latent, k_rope, plan, layer, spec, choice, w_kc, w_vc, chunks)
+    check_cache(cache, plan, spec)
     _check(inputs, method)
     cache = write_kv(latent, k_rope, cache, plan, layer=layer, choice=choice)
     return FORMS[method](inputs, cache), cache

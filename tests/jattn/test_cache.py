@@ -1,5 +1,6 @@
 """Caches: one array for all layers, dtype and scales as the spec names them, sizes checked before any allocation."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -116,6 +117,43 @@ def test_a_latent_row_holds_the_latent_and_the_rotated_key():
     cache = MLACache.create(LATENT, **SIZES)
     assert cache.latent.shape == (15, 4, 36)
     assert (cache.latent.dtype, cache.num_layers, cache.layout) == (jnp.bfloat16, 3, "latent_rope")
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "fp8_e4m3"])
+def test_accepted_rows_move_in_every_layer(kv_dtype):
+    spec = dataclasses.replace(LATENT, kv_dtype=kv_dtype)
+    cache = MLACache.create(spec, num_layers=2, num_pages=3, page_size=4)
+    pool = np.random.default_rng(0).integers(0, 100, cache.latent.shape).astype(cache.latent.dtype)
+    cache = dataclasses.replace(cache, latent=jnp.asarray(pool))
+    want = pool.reshape(2, 12, -1).copy()
+    want[:, 2], want[:, 3] = want[:, 5].copy(), want[:, 9].copy()
+    moved = jax.jit(MLACache.move, donate_argnums=0)(cache, jnp.array([5, -1, 9, 4]), jnp.array([2, 1, 3, -1]))
+    np.testing.assert_array_equal(np.asarray(moved.latent), want.reshape(pool.shape))
+    assert (moved.layout, moved.num_pages, moved.page_size) == (cache.layout, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "rank", "layout", "dtype", "row"),
+    [
+        (None, 512, "latent_rope", jnp.bfloat16, 576),
+        ("float32", 512, "latent_rope", jnp.float32, 576),
+        ("fp8_e4m3", 512, "latent_e4m3_rope_bf16", jnp.float8_e4m3fn, 656),
+        ("fp8_e4m3", 130, "latent_e4m3_rope_bf16", jnp.float8_e4m3fn, 130 + 8 + 128),
+    ],
+)
+def test_a_cache_says_what_it_holds(kv_dtype, rank, layout, dtype, row):
+    spec = dataclasses.replace(LATENT, qk_rope_head_dim=64, kv_dtype=kv_dtype, kv_lora_rank=rank)
+    cache = MLACache.create(spec, num_layers=2, num_pages=3, page_size=4)
+    assert (cache.layout, cache.dtype, cache.latent.shape) == (layout, dtype, (6, 4, row))
+    assert cache.nbytes == 24 * row * cache.latent.dtype.itemsize
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e5m2", "int8"])
+def test_other_narrow_latents_are_refused(kv_dtype):
+    with pytest.raises(ValueError, match=f"MLASpec.kv_dtype='{kv_dtype}': latents are stored as fp8_e4m3 or as a 16-"):
+        MLACache.create(dataclasses.replace(LATENT, kv_dtype=kv_dtype), num_layers=1, num_pages=1, page_size=1)
+    with pytest.raises(ValueError, match="dtype=int8: rows this narrow are stored with scales; name it as MLASpec.kv_"):
+        MLACache.create(LATENT, num_layers=1, num_pages=1, page_size=1, dtype=jnp.int8)
 
 
 def test_a_cache_goes_through_jit_and_keeps_what_is_static():

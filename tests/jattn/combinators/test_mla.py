@@ -1,6 +1,6 @@
 """Latent attention: every form is the same layer, over drawn batches in caches full of poison."""
 # Settings are passed on as mappings, which the checker cannot follow.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false
 
 import dataclasses
 import functools
