@@ -238,20 +238,9 @@ def _explain(args: argparse.Namespace) -> int:
     from jattn.explain import Batch, explain
     from jattn.modes import ForwardMode
     from jattn.platforms import detect, platform_named
-    from jattn.spec import AttnSpec
 
     forms = [dispatch.run(args), draft.run(args)]  # checks the mode's name, too
-    heads = _heads_of(args.model) if args.model else (args.q_heads, args.kv_heads, args.head_dim)
-    spec = AttnSpec(
-        num_q_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=heads[2],
-        sliding_window=args.sliding_window,
-        logit_soft_cap=args.soft_cap,
-        sinks=args.sinks,
-        alibi=args.alibi,
-        kv_dtype=args.kv_dtype,
-    )
+    spec = _spec_of(args)
     batch = Batch(
         mode=ForwardMode[(args.mode or "decode").upper()],
         prefix_lens=args.prefix,
@@ -265,12 +254,26 @@ def _explain(args: argparse.Namespace) -> int:
     return 0
 
 
-def _heads_of(model: str) -> tuple[int, int, int]:
-    from jattn.loaders.models import locate
-    from jattn.loaders.open import open_model
+def _spec_of(args: argparse.Namespace):
+    from jattn.spec import AttnSpec, MLASpec
 
-    hparams = open_model(locate(model)).hparams
-    return hparams.num_q_heads, hparams.num_kv_heads, hparams.head_dim
+    heads = args.q_heads, args.kv_heads, args.head_dim
+    asked = dict(sliding_window=args.sliding_window, logit_soft_cap=args.soft_cap, sinks=args.sinks, alibi=args.alibi)
+    if args.model:
+        from jattn.loaders.models import locate
+        from jattn.loaders.open import open_model
+        from jattn.serving.build import config_of
+
+        spec = config_of(open_model(locate(args.model)).hparams).attn_spec(args.kv_dtype)
+        if isinstance(spec, MLASpec):
+            for name, value in asked.items():
+                if value not in (None, False):
+                    raise ValueError(
+                        f"{name}={value} is of grouped-query attention, and this model has latents: omit it"
+                    )
+            return spec
+        heads = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
+    return AttnSpec(num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=heads[2], kv_dtype=args.kv_dtype, **asked)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from jattn.combinators.costs import variants
 from jattn.modes import ForwardMode
 from jattn.platforms import Evidence, Platform
 from jattn.resolve import NoBackendError, resolve
-from jattn.spec import AttnSpec
+from jattn.spec import AttnSpec, MLASpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Batch:
             )
 
 
-def explain(spec: AttnSpec, policy: str | None, platform: Platform, batch: Batch) -> str:
+def explain(spec: AttnSpec | MLASpec, policy: str | None, platform: Platform, batch: Batch) -> str:
     """A text with the policy, the kernel of each op with its evidence, each row passed over and why, and the plan.
 
     Raises: ValueError for an unknown name or an illegal size; a feature that no kernel provides is said in the text's

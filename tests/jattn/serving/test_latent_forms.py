@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import engines
 import pytest
 from engines import serve
 
+import jattn
 from jattn.dispatch import AttnForwardMethod as M
 from jattn.serving.compilations import counting
 from jattn.serving.engine import Engine
@@ -194,18 +196,41 @@ def test_a_capacity_below_the_batch_is_refused():
         Session(loaded, [[5], [6]], Options(max_chunk_capacity=1))
 
 
+@pytest.fixture(scope="module")
+def real():
+    return load(Options(as_mla=True))
+
+
+DRAFTS = (dict(num_steps=0), dict(num_steps=15), dict(num_steps=5, topk=4, num_nodes=16))
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("draft", [dict(draft="none"), dict(draft="ngram"), dict(draft="ngram", topk=4, num_steps=5)])
+@pytest.mark.parametrize("draft", DRAFTS, ids=["none", "chain", "tree"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, *(dict(mla_method=name) for name in ("MLA", "MHA", "MHA_ONE_SHOT", "MHA_CHUNKED_KV"))],
+    ("options", "methods"),
+    [
+        (dict(method=M.MLA), {M.MLA}),
+        (dict(method=M.MHA), {M.MHA, M.MHA_CHUNKED_KV}),
+        (dict(method=M.MHA_ONE_SHOT), {M.MHA, M.MHA_ONE_SHOT}),
+        (dict(method=M.MHA_CHUNKED_KV, max_chunk_capacity=60), {M.MHA, M.MHA_CHUNKED_KV}),
+    ],
 )
-def test_the_real_model_as_mla_gives_the_reference_ids(options, draft, reference):
-    given = Options(as_mla=True, max_new_tokens=32, ignore_eos=True, **options, **draft)
-    session = Session(load(given), [ids for ids, _ in reference.values()], given)
-    done = sorted((p.completion for p in session.stream() if p.completion), key=lambda completion: completion.index)
-    assert [completion.ids for completion in done] == [want for _, want in reference.values()]
-    assert all(completion.compilations_while_serving == 0 for completion in done)
+def test_the_real_model_as_mla_gives_the_reference_ids(options, methods, draft, real, reference, ran):
+    engine = engines.engine_of(real, prefill_rows=(16,), forms=FormOptions(**options), **draft)
+    answers = serve(engine, [ids for ids, _ in reference.values()], max_new_tokens=32)
+    assert [answer.new_ids for answer in answers] == [want for _, want in reference.values()]
+    assert set(ran) == methods
+    assert (sum(answer.num_drafted for answer in answers) > 0) == (draft["num_steps"] > 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("draft", [dict(draft="none"), dict(draft="ngram")])
+def test_the_real_model_as_mla_through_generate_by_the_rules_of_native(draft, reference):
+    answers = jattn.generate(
+        [ids for ids, _ in reference.values()], as_mla=True, max_new_tokens=32, ignore_eos=True, **draft
+    )
+    assert [answer.ids for answer in answers] == [want for _, want in reference.values()]
+    assert all(answer.compilations_while_serving == 0 for answer in answers)
 
 
 @pytest.mark.long
