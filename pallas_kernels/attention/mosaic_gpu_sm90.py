@@ -20,6 +20,7 @@ from pallas_kernels.attention.mosaic_gpu_sm90_kernel import program
 from pallas_kernels.attention.mosaic_gpu_sm90_merge import Shape, merge, merge_plain
 from pallas_kernels.attention.mosaic_gpu_sm90_records import Arrays, Static, scratch
 from pallas_kernels.attention.mosaic_gpu_sm90_schedule import Schedule
+from pallas_kernels.attention.mosaic_gpu_sm90_tuned import tuned
 
 
 def paged_attention(
@@ -53,7 +54,7 @@ def paged_attention(
 
     Args: as there, with q in bfloat16 or float16, and pages in the same or in 8-bit floats (as their bits or
       themselves) with scalar scales above 0 or none; 8-bit NaN and infinity read as numbers.
-      config: sizes; None takes `heuristic`.
+      config: sizes; None takes what was measured for exactly this call's sizes, else `heuristic`.
       schedule: made with the same lengths and config; None makes it here (it is alike for all layers: XLA moves it out
       of a loop over them).
     Returns, raises: as there; also ValueError for a dtype, head dim, page size or group this kernel was not built for.
@@ -75,7 +76,7 @@ def paged_attention(
     group = q_heads // kv_heads
     rules = Rules(sm_scale=sm_scale, mask=mask, logit_soft_cap=logit_soft_cap, sliding_window=sliding_window)
     tree = masks.make_tree(rules, tokens, tree_bits, tree_starts, tree_kv_positions, q_positions)
-    config = config or heuristic(
+    facts = dict(
         max_q_len=max_q_len,
         group=group,
         kv_heads=kv_heads,
@@ -86,6 +87,7 @@ def paged_attention(
         plain_tree=tree is not None and sliding_window is None and logit_soft_cap is None,
         narrow_kv=narrow,
     )
+    config = config or tuned(**facts) or heuristic(**facts)
     if (narrow and config.groups > 1) or (page_size < 8 and config.copies_apart):
         raise ValueError(
             f"{config} for pages of {page_size} tokens of {kind}: 8-bit values are widened, and small pages gathered, "

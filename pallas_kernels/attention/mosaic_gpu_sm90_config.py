@@ -67,8 +67,9 @@ def heuristic(
     groups = 2 if rows > 64 and head_dim <= 128 and page_size >= 8 and not narrow_kv else 1
     block_kv = 128 if groups == 2 and plain_tree else 64  # other masks take the registers that wide scores need
     tiles = num_seqs * -(-rows // (64 * groups))
-    splits = 4 * tiles * kv_heads <= 3 * num_sms or kv_room > _ALWAYS_WHOLE
-    parts = max(num_sms // kv_heads, 1) if splits else 0
+    programs = num_sms * (2 if narrow_kv else 1)  # widening takes a program's time: two an SM hide it
+    splits = 4 * tiles * kv_heads <= 3 * programs or kv_room > _ALWAYS_WHOLE
+    parts = max(programs // kv_heads, 1) if splits else 0
     blocks = kv_room * max(tiles, 1) // (64 * max(parts, 2 * tiles if splits else tiles, 1))
     alone = tiles * kv_heads <= num_sms and blocks >= 16
     alone = alone and head_dim <= 128
@@ -77,7 +78,7 @@ def heuristic(
     if groups == 2:
         stages = 2 if block_kv == 128 else 5
     else:
-        stages = _stages(alone, narrow_kv)
+        stages = _stages(alone, narrow_kv and head_dim <= 128)  # wide heads have room for two
     return Config(block_kv=block_kv, stages=stages, groups=groups, copier=copier, splits=splits, parts=parts)
 
 

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import mosaic_gpu_sm90_copy as copies
 
-arith, ir, llvm, mgpu_vector = utils.arith, utils.ir, utils.llvm, utils.vector
+arith, ir, llvm = utils.arith, utils.ir, utils.llvm
 
 _THREADS = utils.WARPGROUP_SIZE
 _CHUNK = 16  # values a thread takes at once: 16 bytes, and 32 of the result
@@ -34,7 +34,6 @@ def widen(ring, wide, stage, kind) -> None:
     """
     form = _FORMS[jnp.dtype(kind).name, wide.dtype.name]
     swizzle, transforms = copies.transforms(wide.shape[1], 2)
-
     rows, width = wide.shape
     chunks = rows * width // _CHUNK
     scalar = plgpu.Layout.WG_SPLAT(())
@@ -46,15 +45,18 @@ def widen(ring, wide, stage, kind) -> None:
         def inline(_, narrow, tile, stage, first):
             base = copies.shared_address(narrow)
             base = arith.addi(base, arith.muli(stage.registers.item(), _i32(rows * width)))
-            target = copies.shared_address(tile)
             lane = arith.addi(arith.remui(utils.thread_idx(), _i32(_THREADS)), first.registers.item())
-            for start in range(0, count, _THREADS):
-                linear = arith.addi(lane, _i32(start))
-                if start + _THREADS <= count:
-                    _chunk(base, target, linear, width, swizzle, form)
-                else:
-                    with utils.when(arith.cmpi(arith.CmpIPredicate.slt, linear, _i32(chunks))):
-                        _chunk(base, target, linear, width, swizzle, form)
+            target = copies.shared_address(tile)
+            whole = count // _THREADS
+            places = _places(base, target, lane, whole, width, swizzle)
+            loaded = [_load(source) for source, _ in places]  # all on their way before the first is wanted
+            for words, (_, targets) in zip(loaded, places, strict=True):
+                _store(words, targets, form)
+            if count % _THREADS:
+                linear = arith.addi(lane, _i32(whole * _THREADS))
+                with utils.when(arith.cmpi(arith.CmpIPredicate.slt, linear, _i32(chunks))):
+                    source, targets = _place(base, target, linear, width, swizzle)
+                    _store(_load(source), targets, form)
 
         inline(ring, wide, jnp.asarray(stage, jnp.int32), jnp.asarray(first, jnp.int32))
 
@@ -62,35 +64,52 @@ def widen(ring, wide, stage, kind) -> None:
     if chunks <= at_once:
         some(0, chunks)
     else:
-        lax.fori_loop(0, chunks // at_once, lambda i, _: some(i * at_once, at_once), None)
+        end = chunks // at_once + jnp.minimum(stage, 0)  # no constant, or all rounds' addresses are kept in registers
+        lax.fori_loop(0, end, lambda i, _: some(i * at_once, at_once), None)
     copies.handed_over()
 
 
-def _chunk(base, target, linear, width: int, swizzle: int, form) -> None:
-    row, col = _place(linear, width // _CHUNK)
+def _load(source):
     i32 = ir.IntegerType.get_signless(32)
     four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
-    source = arith.addi(base, arith.addi(arith.muli(row, _i32(width)), arith.muli(col, _i32(_CHUNK))))
-    loaded = llvm.inline_asm(
-        four, [source], "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", has_side_effects=True
-    )
-    pairs = [pair for i in range(4) for pair in _pairs(llvm.extractvalue(i32, loaded, [i]), form)]
-    for half in range(2):
-        byte = arith.addi(arith.muli(col, _i32(2 * _CHUNK)), _i32(16 * half))
-        place = arith.addi(target, copies.swizzled(row, byte, 2 * width, swizzle))
-        words = pairs[4 * half : 4 * half + 4]
-        copies.asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", place, *words, constraints="r,r,r,r,r")
+    text = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+    loaded = llvm.inline_asm(four, [source], text, "=r,=r,=r,=r,r", has_side_effects=True)
+    return [llvm.extractvalue(i32, loaded, [i]) for i in range(4)]
 
 
-def _place(linear, chunks: int):
-    # Row and chunk of a thread. Eight threads store at once; taking four chunks of two rows each, they use all banks.
+def _store(words, targets, form) -> None:
+    pairs = [pair for word in words for pair in _pairs(word, form)]
+    for half, target in enumerate(targets):
+        text = "st.shared.v4.b32 [$0], {$1, $2, $3, $4};"
+        copies.asm(text, target, *pairs[4 * half : 4 * half + 4], constraints="r,r,r,r,r")
+
+
+def _places(base, target, lane, count: int, width: int, swizzle: int) -> list:
+    # addresses of a thread's chunks; where a round of all threads takes whole tiles of 8 rows, they are evenly apart
+    rows_a_round, rest = divmod(_THREADS * _CHUNK, width)
+    if rest or rows_a_round % 8:
+        return [_place(base, target, arith.addi(lane, _i32(i * _THREADS)), width, swizzle) for i in range(count)]
+    source, targets = _place(base, target, lane, width, swizzle)
+    step = rows_a_round * width
+    return [
+        (arith.addi(source, _i32(i * step)), [arith.addi(x, _i32(2 * i * step)) for x in targets]) for i in range(count)
+    ]
+
+
+def _place(base, target, linear, width: int, swizzle: int):
+    # Address of a chunk, and of the two halves of its result. Eight threads store at once; taking four chunks of two
+    # rows each, they use all banks.
+    chunks = width // _CHUNK
     if chunks % 4:
-        return arith.divui(linear, _i32(chunks)), arith.remui(linear, _i32(chunks))
-    rest = arith.remui(linear, _i32(2 * chunks))
-    two = arith.muli(arith.divui(linear, _i32(2 * chunks)), _i32(2))
-    row = arith.addi(two, arith.remui(arith.divui(rest, _i32(4)), _i32(2)))
-    col = arith.addi(arith.remui(rest, _i32(4)), arith.muli(arith.divui(rest, _i32(8)), _i32(4)))
-    return row, col
+        row, col = arith.divui(linear, _i32(chunks)), arith.remui(linear, _i32(chunks))
+    else:
+        rest = arith.remui(linear, _i32(2 * chunks))
+        two = arith.muli(arith.divui(linear, _i32(2 * chunks)), _i32(2))
+        row = arith.addi(two, arith.remui(arith.divui(rest, _i32(4)), _i32(2)))
+        col = arith.addi(arith.remui(rest, _i32(4)), arith.muli(arith.divui(rest, _i32(8)), _i32(4)))
+    source = arith.addi(base, arith.addi(arith.muli(row, _i32(width)), arith.muli(col, _i32(_CHUNK))))
+    halves = [arith.addi(arith.muli(col, _i32(2 * _CHUNK)), _i32(16 * half)) for half in range(2)]
+    return source, [arith.addi(target, copies.swizzled(row, byte, 2 * width, swizzle)) for byte in halves]
 
 
 def _pairs(word, form):

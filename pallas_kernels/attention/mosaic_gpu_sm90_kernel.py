@@ -209,22 +209,22 @@ def _compute(static: Static, arrays: Arrays, smem: dict, item: Item, at, head, w
         return pl.run_scoped(body, plgpu.ACC((64, static.v_dim), jnp.float32))
 
     def step_alone(block, carry):
-        top, total, acc, ids_now = carry
+        top, total, acc = carry
         blocks.wait("k", block)
         weights, decay, top, total = weigh(item, block, _product(q, keys(block), shape), top, total)
         weights = weights.astype(static.dtype)
         acc = acc * lax.broadcast_in_dim(decay, acc.shape, (0,))
         blocks.wait("v", block)
         acc = _accumulate(static, smem, who, acc, weights, values(block))
-        following = ids(block + 1 + config.stages)
-        blocks.renew(block, block, (ids_now, ids_now))
-        return top, total, acc, following
+        now = ids(block + config.stages)  # not a block ahead: wide heads leave no registers for that
+        blocks.renew(block, block, (now, now))
+        return top, total, acc
 
     empty = (jnp.full((64,), -jnp.inf, jnp.float32), jnp.zeros((64,), jnp.float32))
     top, total = (plgpu.layout_cast(x, ROW) for x in empty)
     acc = plgpu.layout_cast(jnp.zeros((64, static.v_dim), jnp.float32), TILE)
-    first = ids(item.begin + config.stages)
     if static.looks_ahead:
+        first = ids(item.begin + config.stages)
         blocks.wait("k", item.begin)
         scores = _product(q, keys(item.begin), shape)
         blocks.renew(item.begin, None, (first, ()))
@@ -233,7 +233,7 @@ def _compute(static: Static, arrays: Arrays, smem: dict, item: Item, at, head, w
     elif static.defers:
         carry = deferred(top, total)
     else:
-        carry = lax.fori_loop(item.begin, item.end, step_alone, (top, total, acc, first))[:3]
+        carry = lax.fori_loop(item.begin, item.end, step_alone, (top, total, acc))
     _finish(static, arrays, smem, item, at, head, start, q_rows, *carry)
 
 
@@ -279,11 +279,10 @@ def _finish(
     static: Static, arrays: Arrays, smem: dict, item: Item, at, head, start, q_rows: Rows, top, total, acc
 ) -> None:
     # out = acc / total, 0 where nothing was seen; lse in natural log, without sinks
-    if arrays.v_scale is not None:
-        acc = acc * arrays.v_scale[0]
+    v_scale = 1.0 if arrays.v_scale is None else arrays.v_scale[0]
     seen = total > 0
     some = jnp.where(seen, total, 1.0)
-    scale = jnp.where(seen, 1.0 / some, 0.0)
+    scale = jnp.where(seen, v_scale / some, 0.0)
     lse = jnp.where(seen, top * math.log(2.0) + jnp.log(some), -jnp.inf)
 
     def keep(out, out_lse, scale, where: Rows):
@@ -298,7 +297,7 @@ def _finish(
             sink = rows_io.load_vector(arrays.sinks, per_row, start=start, interpret=static.interpret) * _LOG2E
             high = jnp.maximum(top, sink)
             decay = jnp.where(seen, jnp.exp2(top - high), 0.0)
-            scale_ = decay / (total * decay + jnp.exp2(sink - high))
+            scale_ = v_scale * decay / (total * decay + jnp.exp2(sink - high))
         keep(arrays.out, arrays.lse, scale_, q_rows)
 
     if static.config.cluster > 1:

@@ -1,14 +1,14 @@
 """A pytest plug-in that puts the Hopper kernels behind every test of the door, on a GPU.
 
 Where a test's arrays have a dtype that the kernels take, they answer in the place of plain JAX: heads are padded with
-zeros to a width they take, and pages of another size are given as pages of one token. The number of calls that they
-served is printed.
+zeros to a width they take, and pages of another size are given as pages of one token.
 """
 
 # Settings are passed on as mappings, which the checker cannot follow.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 import dataclasses
+import os
 
 import jax.numpy as jnp
 
@@ -36,7 +36,7 @@ def paged_attention(
     size, v_dim = k_pages.shape[1], v_pages.shape[3]
     if size not in attention.PAGE_SIZES:
         k_pages, v_pages = (x.reshape(-1, 1, *x.shape[2:]) for x in (k_pages, v_pages))
-        places = page_table[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)
+        places = page_table[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]
         page_table, given["page_offset"] = places.reshape(len(page_table), -1), page_offset * size
     q, k_pages, v_pages = (_padded(x) for x in (q, k_pages, v_pages))
     out, lse = attention.paged_attention(q, k_pages, v_pages, page_table=page_table, **given)
@@ -66,7 +66,9 @@ def pytest_configure(config):
     )
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Say how many calls the kernels served."""
-    for name, served in SERVED.items():
-        terminalreporter.write_line(f"hopper/{name} served {sum(served)} of {len(served)} traced calls")
+def pytest_sessionfinish():
+    """Append how many of the traced calls the kernels served to the file that ON_HOPPER_LOG names, if any."""
+    name = os.environ.get("ON_HOPPER_LOG")
+    if name and SERVED["attend"]:
+        with open(name, "a") as log:
+            log.write("".join(f"{op} {sum(served)} of {len(served)}\n" for op, served in SERVED.items()))

@@ -4,6 +4,8 @@
 
 import dataclasses
 import functools
+import json
+from importlib import resources
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,11 @@ import pytest
 
 import jattn
 from jattn import AttnSpec, ForwardMode, PagedKV, make_plan
+from pallas_kernels._common.masks import Rules
+from pallas_kernels.attention import mosaic_gpu_sm90 as sm90
+from pallas_kernels.attention import mosaic_gpu_sm90_schedule as schedules
+from pallas_kernels.attention.mosaic_gpu_sm90_config import Config, heuristic
+from pallas_kernels.attention.mosaic_gpu_sm90_tuned import tuned
 
 SEQS, PAGES = 4, 8
 
@@ -71,11 +78,43 @@ def test_a_shape_or_dtype_without_a_kernel_is_one_clear_error(head_dim, dtype, m
         jax.eval_shape(functools.partial(step), *args)
 
 
-def test_a_call_of_equal_requests_wastes_no_program():
-    from pallas_kernels._common.masks import Rules
-    from pallas_kernels.attention import mosaic_gpu_sm90_schedule as schedules
-    from pallas_kernels.attention.mosaic_gpu_sm90_config import Config
+def test_a_page_size_or_scales_without_a_kernel_are_one_clear_error():
+    def call(page, kv_heads=2, **scales):
+        pool = jax.ShapeDtypeStruct((8, page, kv_heads, 128), jnp.uint8)
+        q = jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16)
+        i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        arrays = dict(page_table=i32((4, 2)), seq_lens=i32((4,)), cu_q_lens=i32((5,)), **scales)
+        static = dict(max_q_len=1, sm_scale=1.0, kv_dtype=jnp.float8_e4m3fn)
+        run = lambda q, k, v, arrays: sm90.paged_attention(q, k, v, **arrays, **static)  # noqa: E731
+        return jax.eval_shape(run, q, pool, pool, arrays)
 
+    assert call(16)[0].shape == (4, 8, 128)
+    with pytest.raises(ValueError, match="page_size=3, head dims 128 and 128"):
+        call(3)
+    with pytest.raises(ValueError, match="one scale for all 8-bit values; resolve with prefer"):
+        call(16, k_scale=jax.ShapeDtypeStruct((8, 16, 2), jnp.float32))
+
+
+def test_measured_sizes_are_found_by_the_facts_of_a_call_and_are_legal():
+    rows = json.loads(resources.files("pallas_kernels.attention").joinpath("tuned/h200.json").read_text())["rows"]
+    for row in rows:
+        assert row["ms"] < row["heuristic_ms"] and tuned(**row["facts"]) == Config(**row["config"])
+    assert tuned(max_q_len=-1) is None
+
+
+def test_short_contexts_of_one_request_are_one_launch_and_long_ones_fill_the_card():
+    facts = dict(max_q_len=1, group=4, kv_heads=8, num_seqs=1, head_dim=128, page_size=64)
+    assert heuristic(**facts, kv_room=1024) == Config(stages=2, cluster=8)
+    assert (heuristic(**facts, kv_room=8192).splits, heuristic(**facts, kv_room=8192).parts) == (True, 16)
+    lens = dict(
+        seq_lens=jnp.full(1, 8192), cu_q_lens=jnp.arange(2, dtype=jnp.int32), num_tokens=1, max_q_len=1, group=4
+    )
+    table = dict(page_table=jnp.zeros((1, 128), jnp.int32), page_size=64)
+    cut = schedules.make(heuristic(**facts, kv_room=8192), Rules(sm_scale=1.0), None, **lens, **table)
+    assert (cut.items[:, schedules.END] - cut.items[:, schedules.BEGIN]).tolist() == [8] * 16
+
+
+def test_a_call_of_equal_requests_wastes_no_program():
     rules = Rules(sm_scale=1.0)
     lens = dict(seq_lens=jnp.full(16, 4096), cu_q_lens=jnp.arange(17, dtype=jnp.int32) * 16)
     sizes = dict(num_tokens=256, max_q_len=16, group=4, page_table=jnp.zeros((16, 64), jnp.int32), page_size=64)
