@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from drawn import LAYER, Setup
 from drawn_latents import Layer
+from jax.sharding import PartitionSpec as P
 
 from jattn import Tree, make_plan
 from jattn.combinators.latent_chunks import CHUNKED, ONE_SHOT, make_chunks
@@ -153,10 +154,13 @@ def plan_arrays(ins):
 
 @functools.cache
 def step(layer, method):
+    return jax.jit(stepped(layer, method), compiler_options=QUICK)
+
+
+def stepped(layer, method):
     setup = layer.shape
     sizes = dict(page_size=setup.page_size, num_tokens=setup.num_tokens, max_q_len=setup.max_q_len)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
     def run(q_nope, q_rope, latent, k_rope, w_kc, w_vc, seq_lens, q_lens, page_table, tree, chunks, cache):
         if tree is not None:
             tree = Tree(**tree) if setup.max_nodes is not None else tree["bits"]
@@ -165,3 +169,21 @@ def step(layer, method):
         return mla_attend(q_nope, q_rope, latent, k_rope, cache, plan, w_kc=w_kc, w_vc=w_vc, chunks=chunks, **static)
 
     return run
+
+
+@pytest.mark.long
+@EVERY_FORM
+def test_shards_of_heads_equal_one_device(method):
+    """Heads over devices, the latent cache on each."""
+    layer = dataclasses.replace(MIXED, num_heads=4)
+    ins = drawn_latents.build(layer, drawn.Batch(seq_lens=(9, 28, 1, 13), q_lens=(3, 20, 1, 6), parents=(), seed=4,
+                                                 sharpness=1.0))  # fmt: skip
+    local = dataclasses.replace(layer, num_heads=2)
+    mesh = jax.make_mesh((2,), ("heads",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    rows, first, whole = P(None, "heads"), P("heads"), P()
+    specs = (rows, rows, whole, whole, first, first, whole, whole, whole, whole, whole, whole)
+    run = jax.shard_map(stepped(local, method), mesh=mesh, in_specs=specs, out_specs=(rows, whole))
+    args = (*ins.arrays, *plan_arrays(ins), chunks_of(layer, method, ins), before(layer, ins))
+    out, cache = jax.jit(run)(*args)
+    assert_right(layer, method, ins, out)
+    np.testing.assert_array_equal(cache.latent, drawn_latents.cache(layer, ins).latent)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.dispatch import METHODS, DispatchFacts, select_method, select_method_traced
+from jattn.dispatch import METHODS, DispatchFacts, FormCosts, select_method, select_method_traced
 from jattn.modes import ForwardMode
 
 EXTENDS = ("EXTEND", "MIXED", "SPLIT_PREFILL", "DLLM_EXTEND")
@@ -66,8 +66,9 @@ def test_traced_equals_host_also_where_products_need_64_bits():
         p = int(2 ** draw.uniform(0, 29))
         cells.append((p, p + max(int(draw.normal(171, 8)), 0)))
     prefixes, totals = (jnp.array(x, jnp.int32) for x in zip(*cells, strict=True))
-    for batch_size, capacity in ((1, 131072), (64, 2**30), (4096, 0)):
-        on: Any = dict(batch_size=batch_size, max_chunk_capacity=capacity)
+    others = FormCosts(pair=7, row=5370), FormCosts(pair=0, row=1)
+    for batch_size, capacity, costs in ((1, 131072, FormCosts()), (64, 2**30, others[0]), (4096, 0, others[1])):
+        on: Any = dict(batch_size=batch_size, max_chunk_capacity=capacity, costs=costs)
         facts = DispatchFacts(mode=ForwardMode.EXTEND, sum_prefix_lens=prefixes, sum_seq_lens=totals, **on)
         got = [METHODS[i].name for i in np.asarray(select_method_traced("native", facts))]
         assert got == [native(p, s, **on) for p, s in cells]
