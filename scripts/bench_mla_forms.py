@@ -51,7 +51,7 @@ ROW_FLOPS = 2 * SPEC.kv_lora_rank * (SPEC.qk_nope_head_dim + SPEC.v_head_dim)
 def main() -> None:
     """Measure every point, print and plot, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="timed calls of each form at each point")
+    parser.add_argument("--repeats", type=int, default=4, help="timed calls of each form at each point")
     parser.add_argument("--fresh", type=int, nargs="+", default=FRESH)
     parser.add_argument("--prefix", type=int, nargs="+", default=PREFIX)
     parser.add_argument("--dtype", default="float32")

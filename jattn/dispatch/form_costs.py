@@ -27,8 +27,9 @@ class Rates:
     expand: float = 1.0  # up-projecting a token
 
 
-# Fitted by scripts/bench_mla_forms.py, GFLOP/s; platforms without a row are taken by their FLOPs alone. On XLA:CPU all
-# heads share one latent tile, while expanded keys are transposed head by head.
+# GFLOP/s of processor time, fitted as scripts/bench_mla_forms.py does (two AVX-512 cores, jax 0.12.0.1, float32; the
+# machine had other work). Platforms without a row are taken by their FLOPs alone. On XLA:CPU all heads share one latent
+# tile, while expanded keys are transposed head by head.
 RATES = {"cpu": Rates(absorbed=82.0, expanded=43.0, expand=58.0)}
 
 

@@ -7,6 +7,7 @@ import functools
 
 import drawn
 import drawn_latents
+import float64
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -17,7 +18,7 @@ from drawn import LAYER, Setup
 from drawn_latents import Layer
 from jax.sharding import PartitionSpec as P
 
-from jattn import Tree, make_plan
+from jattn import Tree, attend, make_plan
 from jattn.combinators.latent_chunks import CHUNKED, ONE_SHOT, make_chunks
 from jattn.combinators.mla import mla_attend
 from jattn.dispatch import AttnForwardMethod as M
@@ -187,3 +188,23 @@ def test_shards_of_heads_equal_one_device(method):
     out, cache = jax.jit(run)(*args)
     assert_right(layer, method, ins, out)
     np.testing.assert_array_equal(cache.latent, drawn_latents.cache(layer, ins).latent)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@FEW
+@hypothesis.given(data=st.data())
+def test_the_absorbed_door_gives_the_lse_of_its_latents(mask, data):
+    layer = Layer(shape=Setup(name=mask, mask=mask))
+    ins = drawn_latents.build(layer, data.draw(drawn.batches(layer.shape)))
+    q = np.concatenate([np.einsum("thn,hnr->thr", ins.q_nope, ins.w_kc), ins.q_rope], axis=-1)
+    sizes = dict(page_size=layer.shape.page_size, num_tokens=layer.shape.num_tokens, max_q_len=layer.shape.max_q_len)
+    plan = make_plan(layer.shape.mode, *plan_arrays(ins)[:2], jnp.asarray(ins.page_table), **sizes)
+    static = dict(layer=LAYER, spec=layer.spec, choice=layer.choice, mask=mask)
+    out, lse = (np.asarray(x) for x in attend(jnp.asarray(q), drawn_latents.cache(layer, ins), plan, **static))
+    for rows, stored, seen in zip(ins.rows, ins.stored, drawn_latents.seen(layer, ins), strict=True):
+        k = stored[:, None]
+        want = float64.attend(q[rows], k, k[..., : layer.rank], seen, sm_scale=layer.spec.sm_scale)
+        for got, value in zip((out[rows], lse[rows]), want, strict=True):
+            np.testing.assert_allclose(got, value, rtol=2e-5, atol=2e-5)
+    assert (lse[ins.q_lens.sum() :] == -np.inf).all() and (out[ins.q_lens.sum() :] == 0).all()
