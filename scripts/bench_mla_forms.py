@@ -23,6 +23,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import matplotlib
+import matplotlib.patches
 import numpy as np
 
 from jattn import ForwardMode, MLACache, MLASpec, make_plan, resolve
@@ -57,6 +58,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
+    if args.repeats < 2:
+        parser.error(f"--repeats {args.repeats}: want at least 2, for quartiles")
     choice = resolve(SPEC)
     points = []
     for prefix in args.prefix:
@@ -169,7 +172,7 @@ def _line(point: dict) -> str:
 
 def _plot(report: dict, path: Path) -> None:
     rates = RATES.get("cpu")
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, (axes, grid) = plt.subplots(2, figsize=(8, 8), height_ratios=(3, 2), layout="constrained")
     for at, prefix in enumerate(sorted({point["prefix"] for point in report["points"]})):
         mine = [point for point in report["points"] if point["prefix"] == prefix]
         ratio = [point["ms"]["MLA"] / point["ms"]["MHA_ONE_SHOT"] for point in mine]
@@ -188,7 +191,23 @@ def _plot(report: dict, path: Path) -> None:
     title = "native picks: circle absorbed, square expanded. Break-even: dotted by FLOPs, dashed by measured rates"
     axes.set_title(title, fontsize=9)
     axes.legend()
+    _plot_picks(grid, report["points"])
     figure.savefig(path, dpi=120)
+
+
+def _plot_picks(axes, points: list[dict]) -> None:
+    # a row a policy, a column a point
+    policies, forms = list(points[0]["picks"]), sorted({form for point in points for form in point["picks"].values()})
+    picks = [[forms.index(point["picks"][policy]) for point in points] for policy in policies]
+    axes.imshow(picks, aspect="auto", cmap="Set3", vmin=0, vmax=11, interpolation="nearest")
+    axes.set_yticks(range(len(policies)), policies, fontsize=7)
+    labels = [f"{point['fresh']}/{point['prefix']}" for point in points]
+    axes.set_xticks(range(len(points)), labels, rotation=90, fontsize=7)
+    axes.set_xlabel("fresh / cached tokens, and the form that each policy picks")
+    handles = [
+        matplotlib.patches.Rectangle((0, 0), 1, 1, color=plt.get_cmap("Set3")(at / 11)) for at in range(len(forms))
+    ]
+    axes.legend(handles, forms, fontsize=7, ncols=len(forms), loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 if __name__ == "__main__":
