@@ -36,6 +36,7 @@ def test_logits_are_those_that_transformers_computes_of_the_model_itself(name, m
         within(np.concatenate([first, second]), want[: len(first) + len(second)])
 
 
+@pytest.mark.long
 def test_biases_carry_over(checkpoint):
     held = checkpoint("qwen2")
     held = dataclasses.replace(held, config=dataclasses.replace(held.config, windows=()))

@@ -11,17 +11,11 @@ from jattn.modes import ForwardMode
 from jattn.serving.build import config_of
 
 FORMS = (M.MHA, M.MHA_ONE_SHOT, M.MHA_CHUNKED_KV, M.MLA)
-BY_DEFAULT = {("deepseek-v3", M.MHA_CHUNKED_KV)}  # one-shot runs in `serving/test_latent_forms`
 
 
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        pytest.param(name, method, marks=() if (name, method) in BY_DEFAULT else pytest.mark.long)
-        for name in ("deepseek-v2", "deepseek-v2-groups", "deepseek-v3")
-        for method in FORMS
-    ],
-)
+@pytest.mark.long  # programs of each; by default `serving/test_latent_forms` runs one
+@pytest.mark.parametrize("method", FORMS)
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v2-groups", "deepseek-v3"])
 def test_logits_of_chunked_prefill_in_each_form_then_of_drafts(name, method, checkpoint):
     held = checkpoint(name)
     run = Run(held.build(), held.prompts, method=method, capacity=16 if method == M.MHA_CHUNKED_KV else 131072)
