@@ -112,7 +112,7 @@ GROUPED = {
     "fewer groups": (functools.partial(mixed, num_groups=2, top_groups=1), ()),
     "scale of experts": (functools.partial(mixed, routed_scale=1.0), ()),
     "scaling": (NO_SCALING, ()),
-    "ramp's end": (functools.partial(scaled, beta_slow=0.9), ()),
+    "ramp's end": (functools.partial(scaled, beta_slow=1.0), ()),
 }
 # family -> feature -> (what the config says without it, tensors that go with it)
 FEATURES = {
