@@ -45,6 +45,6 @@ def test_the_examples_are_found():
         "jattn.modes.ForwardMode",
         "jattn.plan.make_plan",
         "jattn.resolve.resolve",
-        "jattn.sampling.greedy",
+        "jattn.sampling.distribution.greedy",
         "jattn.spec.AttnSpec",
     }
