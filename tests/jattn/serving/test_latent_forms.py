@@ -83,7 +83,7 @@ CHUNKED = FormOptions(method=M.MHA_CHUNKED_KV, max_chunk_capacity=14)
 @pytest.mark.parametrize(
     ("options", "methods"),
     [
-        (dict(), {M.MHA, M.MHA_ONE_SHOT}),
+        (dict(), {M.MHA, M.MLA}),  # at most 16 fresh tokens: expanding a prefix never pays
         (dict(forms=FormOptions(method=M.MLA)), {M.MLA}),
         (dict(forms=CHUNKED), {M.MHA, M.MHA_CHUNKED_KV}),
         (dict(policy="triton"), {M.MHA, M.MLA}),
