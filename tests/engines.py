@@ -45,8 +45,7 @@ def engine_of(loaded: LoadedModel, *, page_size: int = 16, num_steps: int = 15, 
         page_size=page_size,
         max_context=512,
         num_steps=num_steps,
-        kind="cpu",
-        **{"sampler": SamplerConfig(random=False), **kwargs},
+        **{"kind": "cpu", "sampler": SamplerConfig(random=False), **kwargs},
     )
 
 

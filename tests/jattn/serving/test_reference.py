@@ -46,7 +46,9 @@ def random_drafter(config):
         pytest.param(16, TREE, marks=pytest.mark.long),
         # every depth and breadth, and page sizes at both ends
         *(
-            pytest.param(page_size, dict(num_steps=steps, topk=topk, num_nodes=nodes), marks=pytest.mark.long)
+            pytest.param(
+                page_size, dict(num_steps=steps, topk=topk, num_nodes=nodes, kind="cuda"), marks=pytest.mark.long
+            )
             for page_size in (1, 256)
             for topk, steps, nodes in ((2, 1, 3), (2, 8, 12), (8, 1, 9), (8, 8, 64))
         ),

@@ -57,14 +57,10 @@ def test_any_draft_model_gives_the_tokens_of_plain_decoding(plain, draft, topk, 
 
 
 @pytest.mark.long
-def test_a_branch_that_reads_its_slot_instead_of_its_parents_drafts_worse_and_changes_no_token(plain):
-    accepted = {}
-    for lineage in ("parent", "slot"):
-        engine = tiny_engine(num_steps=4, topk=4, num_nodes=16, drafter=drafter(), lineage=lineage)
-        sequences = serve(engine, BRANCHING, temperature=0.0, **BRANCHING_OPTIONS)
-        assert [sequence.new_ids for sequence in sequences] == plain[0.0]
-        accepted[lineage] = sum(s.num_round_tokens for s in sequences) / sum(s.num_rounds for s in sequences)
-    assert accepted["parent"] > accepted["slot"] > 1
+def test_lineage_by_slot_changes_no_token(plain):
+    engine = tiny_engine(num_steps=4, topk=4, num_nodes=16, drafter=drafter(), lineage="slot")
+    sequences = serve(engine, BRANCHING, temperature=0.0, **BRANCHING_OPTIONS)
+    assert [sequence.new_ids for sequence in sequences] == plain[0.0]
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused():
