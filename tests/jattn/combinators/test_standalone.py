@@ -6,9 +6,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tiny_model import CONFIG, tiny
+from tiny_model import tiny
 
-from jattn.cache import PagedKV
 from jattn.combinators.standalone import propose
 from jattn.combinators.state import DecodeState, Status
 from jattn.modes import ForwardMode
@@ -18,7 +17,7 @@ TEXT, TOPK, STEPS = [5, 9, 7], 4, 4
 
 
 def cache_of(num_pages):
-    return PagedKV.create(tiny().spec, num_layers=CONFIG.num_layers, num_pages=num_pages, page_size=8)
+    return tiny().new_cache(num_pages=num_pages, page_size=8)
 
 
 @jax.jit
