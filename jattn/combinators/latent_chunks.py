@@ -21,6 +21,7 @@ BLOCK = 512  # tokens that are expanded at a time where a chunk is longer
 # Policies that choose these for prefixes too have kernels that expand the prefix by themselves (aiter, ascend).
 _FRESH = frozenset({M.MHA, M.MHA_ROCM, M.MHA_NPU})
 ONE_SHOT = frozenset({M.MHA_ONE_SHOT, M.MHA_ONE_SHOT_ROCM})
+EXPANDED = CHUNKED | ONE_SHOT | _FRESH
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +66,7 @@ def make_chunks(
     >>> chunks.slots.shape, int(chunks.num_chunks), chunks.cu_kv_lens.tolist()
     ((4, 64), 3, [[0, 4, 8, 8], [0, 1, 5, 5], [0, 0, 4, 4], [0, 0, 0, 0]])
     """
-    if method not in CHUNKED | ONE_SHOT | _FRESH:
+    if method not in EXPANDED:
         return None
     page_table = jnp.asarray(page_table, jnp.int32)
     if any(isinstance(x, Tracer) for x in (seq_lens, q_lens)):

@@ -100,7 +100,7 @@ class Engine:
         cache, draft_cache = new_cache(model.spec, num_layers=num_layers, **pool), None
         if drafter is not None:
             _check_vocabulary(model, drafter, topk)
-            draft_cache = new_cache(drafter.spec, num_layers=drafter.config.num_layers, **pool)
+            draft_cache = drafter.new_cache(**pool)
         self.cache_bytes = cache.nbytes + (draft_cache.nbytes if draft_cache else 0)
         self._state = DecodeState.create(
             cache,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.cache import Cache
-from jattn.combinators.latent_chunks import ONE_SHOT, make_chunks
+from jattn.combinators.latent_chunks import EXPANDED, ONE_SHOT, make_chunks
 from jattn.combinators.mla import FORMS, choose_method
 from jattn.combinators.state import DecodeState
 from jattn.dispatch import AttnForwardMethod as M
@@ -24,7 +24,6 @@ from jattn.plan import Plan
 from jattn.platforms import platform_named
 from jattn.spec import MLASpec
 
-_EXPANDED = ONE_SHOT | {M.MHA, M.MHA_ROCM, M.MHA_NPU, M.MHA_CHUNKED_KV, M.MHA_CHUNKED_KV_ROCM}
 _CAPACITY, _THRESHOLD = 131072, 8192  # tokens: the defaults of `DispatchFacts`
 
 
@@ -118,7 +117,7 @@ class PrefillForms:
     def _asked(self, cached: int, rows: int, seqs: int) -> M:
         # one program serves all names of the same computation
         method = self._rule(cached, cached + rows, seqs)
-        if method not in _EXPANDED:
+        if method not in EXPANDED:
             return M.MLA
         if cached == 0:
             return M.MHA

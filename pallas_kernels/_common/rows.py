@@ -34,6 +34,28 @@ def check_slots(k_pages: jax.Array) -> None:
         raise ValueError(f"k_pages holds {slots} slots: want at most {MAX_ROWS}, the int32 limit; use fewer pages")
 
 
+def check_paged(pages: jax.Array, page_table: jax.Array, seq_lens: jax.Array) -> None:
+    """Raise ValueError if row ids would not fit int32, or the table is not a row a request."""
+    check_slots(pages)
+    if page_table.shape[0] != seq_lens.shape[0]:
+        raise ValueError(
+            f"page_table.shape[0]={page_table.shape[0]} but seq_lens.shape[0]={seq_lens.shape[0]}: one row a request"
+        )
+
+
+def of_slots(
+    pages: jax.Array, slots: jax.Array, page_offset: jax.Array | int, num_pages: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Where slots of one layer lie among the rows of all: rows i32[tokens], and which of them are held, bool[tokens].
+
+    Args: as in `kv_write.xla.write_kv`; a slot below 0, or past the layer's end, is not held.
+    """
+    check_slots(pages)
+    capacity = (pages.shape[0] if num_pages is None else num_pages) * pages.shape[1]
+    held = (slots >= 0) & (slots < capacity)
+    return jnp.asarray(page_offset, jnp.int32) * pages.shape[1] + slots, held
+
+
 def paged(k_pages, v_pages, k_scale, v_scale, page_table, page_offset, kv_dtype) -> Stored:
     """Rows of a paged cache. Only table entries of the asked keys are used."""
     kind = float8.kind_of(k_pages, kv_dtype)

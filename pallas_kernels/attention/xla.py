@@ -69,7 +69,9 @@ def paged_attention(
 
     Scores, softmax and sums are float32; float32 inputs are multiplied as float32, never as TF32 or bfloat16.
     """
-    _check_paged(k_pages, v_pages, page_table, seq_lens)
+    if k_pages.shape[:3] != v_pages.shape[:3]:
+        raise ValueError(f"k_pages.shape={k_pages.shape} but v_pages.shape={v_pages.shape}: want equal pages and heads")
+    rows.check_paged(k_pages, page_table, seq_lens)
     stored = rows.paged(k_pages, v_pages, k_scale, v_scale, page_table, page_offset, kv_dtype)
     rules = Rules(sm_scale=sm_scale, mask=mask, logit_soft_cap=logit_soft_cap, sliding_window=sliding_window)
     tree = masks.make_tree(rules, q.shape[0], tree_bits, tree_starts, tree_kv_positions, q_positions)
@@ -145,13 +147,3 @@ def attend_stored(
         config = heuristic(max_q_len=max_q_len, group=q_heads // kv_heads)
     problem = blocked.Problem(q, stored, seq_lens, cu_q_lens, sinks, tree, rules, max_q_len, num_splits)
     return blocked.attend(problem, config if isinstance(config, tuple) else (config,))
-
-
-def _check_paged(k_pages, v_pages, page_table, seq_lens) -> None:
-    if k_pages.shape[:3] != v_pages.shape[:3]:
-        raise ValueError(f"k_pages.shape={k_pages.shape} but v_pages.shape={v_pages.shape}: want equal pages and heads")
-    rows.check_slots(k_pages)
-    if page_table.shape[0] != seq_lens.shape[0]:
-        raise ValueError(
-            f"page_table.shape[0]={page_table.shape[0]} but seq_lens.shape[0]={seq_lens.shape[0]}: one row a request"
-        )

@@ -1,11 +1,10 @@
 """Write a step's keys and values into paged caches, in place when the caches are donated."""
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels._common import float8, quantise
 from pallas_kernels._common.put import put_rows
-from pallas_kernels._common.rows import check_slots
+from pallas_kernels._common.rows import of_slots
 
 
 def write_kv(
@@ -40,10 +39,7 @@ def write_kv(
     Returns: k_pages, v_pages, and k_scales, v_scales if given.
     Raises: ValueError if shapes disagree or one scale of a pair is missing.
     """
-    capacity = (k_pages.shape[0] if num_pages is None else num_pages) * k_pages.shape[1]
-    check_slots(k_pages)
-    held = (slots >= 0) & (slots < capacity)
-    rows = jnp.asarray(page_offset, jnp.int32) * k_pages.shape[1] + slots
+    rows, held = of_slots(k_pages, slots, page_offset, num_pages)
     kind = float8.kind_of(k_pages, kv_dtype)
     if k_scales is None or v_scales is None:
         values = tuple(

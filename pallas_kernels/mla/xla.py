@@ -42,7 +42,7 @@ def attend_latent(
 
     Returns: out: q.dtype [tokens, heads, latent_dim]. lse: f32[tokens, heads].
     """
-    check_pages(pages, page_table, seq_lens)
+    rows.check_paged(pages, page_table, seq_lens)
     stored = rows.latents(pages, latent_dim, page_table, page_offset)
     rules = Rules(sm_scale=sm_scale, mask=mask)
     tree = masks.make_tree(rules, q.shape[0], tree_bits, tree_starts, tree_kv_positions, q_positions)
@@ -69,15 +69,12 @@ def write_latent(
     Returns: pages. A uint8 pool gets each group of 128 latents with its own scale, absolute maximum / 448.
     Raises: ValueError if the widths disagree with the rows.
     """
-    rows.check_slots(pages)
+    at, held = rows.of_slots(pages, slots, page_offset, num_pages)
     want = latent_rows.width(pages, latent.shape[-1])
     if latent.shape[-1] + k_rope.shape[-1] != want:
         raise ValueError(
             f"latent and key of {latent.shape[-1]} + {k_rope.shape[-1]} for rows of {want}: build them alike"
         )
-    capacity = (pages.shape[0] if num_pages is None else num_pages) * pages.shape[1]
-    held = (slots >= 0) & (slots < capacity)
-    at = jnp.asarray(page_offset, jnp.int32) * pages.shape[1] + slots
     return put_rows((pages,), (latent_rows.pack(latent, k_rope, pages.dtype),), at, held)[0]
 
 
@@ -98,12 +95,3 @@ def gather_latent(
     got = latent_rows.unpack(ints.pick(rows.flat(pages), at), latent_dim, dtype).astype(dtype)
     got = jnp.where(held[:, None], got, jnp.zeros((), dtype))
     return got[:, :latent_dim], got[:, latent_dim:]
-
-
-def check_pages(pages: jax.Array, page_table: jax.Array, seq_lens: jax.Array) -> None:
-    """Raise ValueError if row ids would not fit int32, or the table is not a row a request."""
-    rows.check_slots(pages)
-    if page_table.shape[0] != seq_lens.shape[0]:
-        raise ValueError(
-            f"page_table.shape[0]={page_table.shape[0]} but seq_lens.shape[0]={seq_lens.shape[0]}: one row a request"
-        )
