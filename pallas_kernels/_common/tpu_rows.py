@@ -1,0 +1,73 @@
+"""How a TPU pool holds a token: one row of lanes, keys of all heads and then values of all heads, for one copy a page.
+
+XLA tiles the last two dims of an array by (8, 128), or (4, 128) and (2, 128) for as few rows, and a Pallas kernel takes
+an operand as it lies only if its tiles are those; `[page_size, kv_heads, head_dim]` with few or narrow heads is padded
+or transposed, and then copied whole before the kernel. Rows of lanes are never padded by more than their last 127
+lanes. What XLA would lay out otherwise (pages of 1, 3, 5 ... rows) is held as 32-bit words, a token a tile row.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+LANES = 128
+
+
+def round_up(n: int, step: int) -> int:
+    """The smallest multiple of `step` that is at least `n`."""
+    return -(-n // step) * step
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The lanes of a token: K of head 0, K of head 1, ..., V of head 0, ..., zeros up to `lanes`."""
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def used(self) -> int:
+        """Lanes that hold something."""
+        return self.kv_heads * (self.k_dim + self.v_dim)
+
+    @property
+    def lanes(self) -> int:
+        """Lanes in all, a multiple of 128."""
+        return round_up(self.used, LANES)
+
+    def window(self, side: str, head: int, heads: int) -> tuple[int, int]:
+        """First lane and lanes of the aligned window of `heads` heads from `head` on; side "k" or "v".
+
+        All windows of a side and a number of heads are equally wide.
+        """
+        dim = self.k_dim if side == "k" else self.v_dim
+        base = 0 if side == "k" else self.kv_heads * self.k_dim
+        starts = [base + at * dim for at in range(0, self.kv_heads, heads)]
+        wide = max(round_up(at + heads * dim, LANES) - at // LANES * LANES for at in starts)
+        return min((base + head * dim) // LANES * LANES, self.lanes - wide), wide
+
+    def offset(self, side: str, head: int) -> int:
+        """First lane of a head."""
+        return head * self.k_dim if side == "k" else self.kv_heads * self.k_dim + head * self.v_dim
+
+
+def pack(k: jax.Array, v: jax.Array) -> jax.Array:
+    """[..., kv_heads, k_dim] and [..., kv_heads, v_dim] as rows [..., lanes].
+
+    >>> pack(jnp.ones((3, 2, 64)), jnp.ones((3, 2, 64))).shape
+    (3, 256)
+    """
+    row = Row(kv_heads=k.shape[-2], k_dim=k.shape[-1], v_dim=v.shape[-1])
+    parts = [x.reshape(*x.shape[:-2], -1) for x in (k, v)]
+    if row.lanes > row.used:
+        parts.append(jnp.zeros((*k.shape[:-2], row.lanes - row.used), k.dtype))
+    return jnp.concatenate(parts, axis=-1)
+
+
+def unpack(rows: jax.Array, row: Row) -> tuple[jax.Array, jax.Array]:
+    """The inverse of `pack`."""
+    middle = row.kv_heads * row.k_dim
+    k, v = rows[..., :middle], rows[..., middle : row.used]
+    return k.reshape(*k.shape[:-1], row.kv_heads, row.k_dim), v.reshape(*v.shape[:-1], row.kv_heads, row.v_dim)

@@ -1,0 +1,121 @@
+"""Block sizes of the TPU attention, and the vector memory that they take."""
+
+import dataclasses
+import math
+
+from pallas_kernels._common.tpu_rows import LANES, Row, round_up
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """How a call is cut: a work item is a tile of query tokens of one request, over blocks of its pages."""
+
+    block_q: int = 1  # query tokens a tile: 1, or a multiple of 8
+    block_pages: int = 8  # pages a block, a power of two
+    heads: int = 1  # KV heads whose queries share a product: rows of zeros keep them apart
+    unroll_heads: bool = True  # products of all heads in one basic block, for the scheduler to interleave
+    cores: int = 1  # TensorCores that share the work items
+
+    def __post_init__(self):
+        if self.block_q != 1 and self.block_q % 8:
+            raise ValueError(f"block_q={self.block_q}: want 1, or a multiple of 8 (the rows of a register)")
+        if self.block_pages < 1 or self.block_pages & (self.block_pages - 1):
+            raise ValueError(f"block_pages={self.block_pages}: want a power of two")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What sizes are chosen from (static)."""
+
+    row: Row
+    group: int  # query heads a KV head
+    max_q_len: int
+    page_size: int
+    kv_bytes: int  # of an element of the pool
+    q_bytes: int
+    words: int = 0  # of tree bits a query
+
+
+def rows_of(config: Config, facts: Facts) -> int:
+    """Rows of a product: query tokens times the query heads of a tile, in whole registers."""
+    return round_up(config.heads * facts.group * config.block_q, 8)
+
+
+def block_kv(config: Config, facts: Facts) -> int:
+    """Keys of a block, in whole registers of lanes."""
+    return round_up(config.block_pages * facts.page_size, LANES)
+
+
+def vmem_bytes(config: Config, facts: Facts) -> int:
+    """Vector memory of a program: its buffers, and the scores that do not fit in registers."""
+    row, rows, keys = facts.row, rows_of(config, facts), block_kv(config, facts)
+    tiles = row.kv_heads // config.heads
+    wide_k, wide_v = (row.window(side, 0, config.heads)[1] for side in "kv")
+    kv = 2 * keys * row.lanes * facts.kv_bytes
+    q = 2 * tiles * rows * wide_k * facts.q_bytes
+    out = 2 * tiles * rows * (wide_v * facts.q_bytes + LANES * 4)
+    carry = tiles * rows * (2 * LANES + wide_v) * 4
+    bits = 2 * round_up(config.block_q, 8) * round_up(facts.words, LANES) * 4 if facts.words else 0
+    live = (tiles if config.unroll_heads else 2) * rows * keys * (4 + 4 + facts.q_bytes)
+    wider = 2 * keys * (wide_k + wide_v) * 4 if facts.kv_bytes != facts.q_bytes or facts.q_bytes > 2 else 0
+    return kv + q + out + carry + bits + live + wider
+
+
+def heuristic(facts: Facts, *, vmem: int) -> tuple[Config, ...]:
+    """Sizes for requests of up to `facts.max_q_len` rows; with several, a request uses the first that holds its rows.
+
+    Args: vmem: bytes of vector memory that a program may use.
+    """
+    if facts.max_q_len == 1:
+        return (fitting(_decode(facts, 1), facts, vmem),)
+    short = fitting(_decode(facts, min(round_up(facts.max_q_len, 8), 16)), facts, vmem)
+    if facts.max_q_len <= short.block_q:
+        return (short,)
+    one = fitting(_decode(facts, 1), facts, vmem)
+    return one, short, fitting(_prefill(facts), facts, vmem)
+
+
+def fitting(config: Config, facts: Facts, vmem: int) -> Config:
+    """`config`, or the nearest smaller one that fits in `vmem` bytes.
+
+    Raises: ValueError if nothing fits.
+    """
+    while vmem_bytes(config, facts) > vmem:
+        keys = config.block_pages * facts.page_size
+        if config.block_pages > 1 and keys > LANES:
+            config = dataclasses.replace(config, block_pages=config.block_pages // 2)
+        elif config.unroll_heads:
+            config = dataclasses.replace(config, unroll_heads=False)
+        elif config.block_q > 8:
+            config = dataclasses.replace(config, block_q=round_up(config.block_q // 2, 8))
+        elif config.block_pages > 1:
+            config = dataclasses.replace(config, block_pages=config.block_pages // 2)
+        else:
+            raise ValueError(f"{facts} needs {vmem_bytes(config, facts)} bytes of vector memory at least, not {vmem}")
+    return config
+
+
+def _pages(keys: int, page_size: int) -> int:
+    # the power of two of pages that holds about that many keys
+    return 1 << max(round(math.log2(max(keys / page_size, 1))), 0)
+
+
+def _stack(facts: Facts, block_q: int) -> int:
+    # heads a product: fill 8 rows, and 256 lanes of depth while rows are few
+    row = facts.row
+    for heads in (h for h in range(1, row.kv_heads + 1) if row.kv_heads % h == 0):
+        if heads * row.k_dim >= 256 and heads * facts.group * block_q >= 8:
+            return heads
+    return row.kv_heads
+
+
+def _decode(facts: Facts, block_q: int) -> Config:
+    heads = _stack(facts, block_q) if block_q == 1 or facts.row.k_dim < 128 else min(2, facts.row.kv_heads)
+    heads = heads if facts.row.kv_heads % heads == 0 else 1
+    keys = max((1 << 20) // (facts.row.lanes * facts.kv_bytes), LANES)
+    return Config(block_q=block_q, block_pages=_pages(keys, facts.page_size), heads=heads)
+
+
+def _prefill(facts: Facts) -> Config:
+    block_q = max(round_up(min(512 // facts.group, facts.max_q_len), 8), 8)
+    return Config(block_q=block_q, block_pages=_pages(512, facts.page_size), heads=1, unroll_heads=False)
