@@ -1,255 +1,68 @@
-"""Compile the GPU kernels for a device that is not here, and report registers and spills.
+"""Compile every kernel for devices that are not here, at the shapes of real models, and report what compilers say.
 
-Needs the CUDA plug-in and NVIDIA's compiler wheels at the plug-in's own jax version (extra `aot-cuda`), and no GPU:
+GPU: needs the CUDA plug-in and NVIDIA's compiler wheels at the plug-in's own jax version (extra `aot-cuda`), and no
+GPU; reports registers and spills. TPU: needs libtpu (extra `aot-tpu`), and no TPU; reports memory.
 
     uv run --isolated --extra aot-cuda scripts/aot_check.py --platform cuda --summary
+    uv run --isolated --extra aot-tpu scripts/aot_check.py --platform tpu --summary
 
-The last line counts kernels and configurations; the exit code is 1 if any fails to compile or spills a register.
+The last line counts kernels, configurations and failures; the exit code is 1 if any fails to compile, or a GPU kernel
+spills a register.
 """
-# Settings are passed on as mappings, which the checker cannot follow.
-# pyright: reportArgumentType=false
 
 import argparse
-import dataclasses
-import functools
-import os
-import re
 import sys
-import sysconfig
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-# Read when jax is imported: no look-up of cuDNN, and no device but the described one.
-os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-os.environ["MOSAIC_GPU_DUMP_TO"] = tempfile.mkdtemp(prefix="aot")
-os.environ["PATH"] = f"{sysconfig.get_paths()['purelib']}/nvidia/cu13/bin:{os.environ['PATH']}"  # ptxas
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-from pallas_kernels.attention import mosaic_gpu_sm90 as attention
-from pallas_kernels.attention.mosaic_gpu_sm90_config import Config, heuristic
-from pallas_kernels.kv_write import mosaic_gpu_sm90 as kv_write
-from pallas_kernels.merge_states import mosaic_gpu_sm90 as merge_states
-
-_H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 150000000000
-  cuda_compute_capability { major: 9 minor: 0 }
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"
-"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Attention:
-    """A call of the attention kernel."""
-
-    seqs: int = 16
-    q_len: int = 1
-    kv_heads: int = 8
-    group: int = 4
-    dim: int = 128
-    v_dim: int | None = None
-    page: int = 16
-    dtype: str = "bfloat16"
-    mask: str = "causal"
-    window: int | None = None
-    cap: float | None = None
-    sinks: bool = False
-    kv_dtype: str | None = None
-    config: Config | None = None
-
-    def build(self) -> tuple[Callable, dict]:
-        """The call, and the shapes of its arrays."""
-        tokens, heads, room = self.seqs * self.q_len, self.kv_heads * self.group, 4096 // self.page
-
-        def shape(*sizes, dtype=self.dtype):
-            return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
-
-        i32 = functools.partial(shape, dtype="int32")
-        pool = (self.seqs * room, self.page, self.kv_heads)
-        stored = "uint8" if self.kv_dtype else self.dtype
-        arrays = dict(
-            q=shape(tokens, heads, self.dim),
-            k_pages=shape(*pool, self.dim, dtype=stored),
-            v_pages=shape(*pool, self.v_dim or self.dim, dtype=stored),
-            page_table=i32(self.seqs, room),
-            seq_lens=i32(self.seqs),
-            cu_q_lens=i32(self.seqs + 1),
-        )
-        if self.mask == "tree":
-            arrays |= dict(
-                tree_bits=shape(tokens, -(-self.q_len // 32), dtype="uint32"),
-                tree_starts=i32(self.seqs),
-                tree_kv_positions=i32(self.seqs, self.q_len),
-                q_positions=i32(tokens),
-            )
-        if self.kv_dtype:
-            arrays |= dict(k_scale=shape(dtype="float32"), v_scale=shape(dtype="float32"))
-        if self.sinks:
-            arrays["sinks"] = shape(heads, dtype="float32")
-        static = dict(
-            max_q_len=self.q_len,
-            sm_scale=self.dim**-0.5,
-            mask=self.mask,
-            sliding_window=self.window,
-            logit_soft_cap=self.cap,
-            kv_dtype=self.kv_dtype,
-            config=self.config,
-        )
-        return lambda arrays: attention.paged_attention(**arrays, **static), arrays
-
-
-@dataclasses.dataclass(frozen=True)
-class Merge:
-    """A call of the merge of states."""
-
-    splits: int = 4
-    rows: int = 512
-    v_dim: int = 128
-
-    def build(self) -> tuple[Callable, dict]:
-        """The call, and the shapes of its arrays."""
-        arrays = dict(
-            out=jax.ShapeDtypeStruct((self.splits, self.rows, self.v_dim), jnp.float32),
-            lse=jax.ShapeDtypeStruct((self.splits, self.rows), jnp.float32),
-        )
-        return lambda arrays: merge_states.merge_states(**arrays), arrays
-
-
-@dataclasses.dataclass(frozen=True)
-class Write:
-    """A call of the KV write."""
-
-    kv_heads: int = 8
-    dim: int = 128
-    dtype: str = "bfloat16"
-    kv_dtype: str | None = None
-
-    def build(self) -> tuple[Callable, dict]:
-        """The call, and the shapes of its arrays."""
-        pages, rows = ((*lead, self.kv_heads, self.dim) for lead in ((64, 16), (32,)))
-        pool = jax.ShapeDtypeStruct(pages, jnp.dtype("uint8" if self.kv_dtype else self.dtype))
-        row = jax.ShapeDtypeStruct(rows, jnp.dtype(self.dtype))
-        slots = jax.ShapeDtypeStruct((32,), jnp.int32)
-        arrays = dict(k_pages=pool, v_pages=pool, k=row, v=row, slots=slots)
-        if self.kv_dtype:
-            scale = jax.ShapeDtypeStruct((), jnp.float32)
-            arrays |= dict(k_scale=scale, v_scale=scale)
-        return lambda arrays: kv_write.write_kv(**arrays, kv_dtype=self.kv_dtype), arrays
-
-
-_NARROW = ("float8_e4m3fn", "float8_e5m2")
-
-
-def _attention_cases() -> list[Attention]:
-    cases = []
-    for seqs in (1, 64):  # with and without splits
-        cases += [Attention(seqs=seqs, page=page) for page in attention.PAGE_SIZES]
-        cases += [Attention(seqs=seqs, group=group) for group in (1, 3, 6, 7, 8, 16)]
-        cases += [Attention(seqs=seqs, dim=dim) for dim in attention.HEAD_DIMS if dim != 128]
-        cases += [Attention(seqs=seqs, q_len=q_len) for q_len in (4, 64)]
-        cases += [Attention(seqs=seqs, q_len=q_len, mask="tree") for q_len in (16, 64)]
-        everything = dict(window=1000, cap=30.0, sinks=True)
-        cases += [Attention(seqs=seqs, **everything), Attention(seqs=seqs, q_len=16, mask="tree", **everything)]
-        cases += [Attention(seqs=seqs, dim=256, q_len=16, mask="tree", **everything)]
-    cases += [Attention(seqs=64, q_len=64, mask="tree", window=1000, cap=30.0, sinks=True)]
-    cases += [Attention(dtype="float16"), Attention(v_dim=64), Attention(q_len=8, mask="full")]
-    cases += [Attention(config=dataclasses.replace(_base(), parts=0, splits=True, part_blocks=8))]
-    short = functools.partial(Attention, seqs=1, config=Config(stages=2, cluster=8))
-    cases += [short(), short(page=1), short(sinks=True, dim=80), short(q_len=4, v_dim=64)]
-    for kind in _NARROW:
-        narrow = functools.partial(Attention, kv_dtype=kind)
-        cases += [narrow(seqs=seqs, page=page) for seqs in (1, 64) for page in (1, 16, 64)]
-        cases += [narrow(dim=dim) for dim in attention.HEAD_DIMS] + [narrow(dim=80, page=1), narrow(dtype="float16")]
-        cases += [narrow(q_len=q_len, mask="tree") for q_len in (16, 64)]
-        cases += [narrow(**everything), narrow(q_len=16, mask="tree", **everything)]
-    return cases
-
-
-def _base() -> Config:
-    return heuristic(max_q_len=1, group=4, kv_heads=8, num_seqs=64, head_dim=128, kv_room=4096, page_size=16)
-
-
-KERNELS: dict[str, Callable[[], list]] = {
-    "hopper/attend": _attention_cases,
-    "hopper/write_kv": lambda: [
-        *(Write(), Write(3, 64), Write(1, 80, "float16"), Write(8, 256, "float32")),
-        *(Write(heads, 64, dtype, kind) for heads in (1, 8) for dtype in ("bfloat16", "float32") for kind in _NARROW),
-    ],
-    "hopper/merge_states": lambda: [Merge(), Merge(v_dim=64), Merge(v_dim=256), Merge(splits=16, v_dim=80)],
-}
 
 
 def main() -> int:
     """Compile all, print a line each (or failures alone), and the count."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--platform", choices=("cuda",), default="cuda")
+    parser.add_argument("--platform", choices=("cuda", "tpu"), default="cuda")
     parser.add_argument("--summary", action="store_true", help="print failures, spills and the last line only")
     parser.add_argument("--only", default="", help="kernels whose name or case contains this")
-    args = parser.parse_args()
-    topology = topologies.get_topology_desc(
-        platform=args.platform, topology_name="h200", topology="1x1x1", target_config=_H200
+    parser.add_argument("--generations", default="", help="TPU generations, comma between them; all by default")
+    parser.add_argument(
+        "--subset", type=int, default=1, metavar="N", help="TPU: every Nth case, another N each generation"
     )
-    sharding = NamedSharding(Mesh(np.array(topology.devices[:1]), ("x",)), PartitionSpec())
-    count = failed = spilling = 0
-    kernels = set()
-    for name, cases in KERNELS.items():
-        for case in cases():
-            if args.only not in f"{name} {case}":
-                continue
-            count, start = count + 1, time.time()
-            kernels.add(name)
+    args = parser.parse_args()
+    if args.platform == "cuda":
+        import aot_cuda as aot
+
+        targets = aot.targets()
+    else:
+        import aot_tpu as aot
+
+        targets = aot.targets(args.generations)
+    cases = [(name, case) for name, make in aot.KERNELS.items() for case in make() if args.only in f"{name} {case}"]
+    failed = spilling = 0
+    for at, target in enumerate(targets):
+        # each generation takes other cases of a subset, so that together they take more of them
+        for name, case in cases[at % args.subset :: args.subset]:
+            start = time.time()
             try:
-                found = _compile(case, sharding)
+                report, spills = target.compile(case)
             except Exception as error:  # a compile error of any kind is what this looks for
                 failed += 1
-                print(f"FAILED {name} {case}: {type(error).__name__}: {str(error).splitlines()[0][:200]}", flush=True)
+                said = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                print(f"FAILED {name} {case} on {target.name}: {said}", flush=True)
                 continue
-            spills = [text for _, text, spilled in found if spilled]
-            spilling += bool(spills)
+            spilling += spills
             if spills or not args.summary:
-                report = "; ".join(text for _, text, _ in found)
-                print(f"{'SPILLS ' if spills else ''}{name} {case} {time.time() - start:.1f} s: {report}", flush=True)
-    print(f"{len(kernels)} kernels × {count} configs compiled, {failed} failed, {spilling} spilling")
+                mark = "SPILLS " if spills else ""
+                print(f"{mark}{name} {case} on {target.name} {time.time() - start:.1f} s: {report}", flush=True)
+    kernels = len({name for name, _ in cases})
+    if args.platform == "cuda":
+        print(f"{kernels} kernels × {len(cases)} configs compiled, {failed} failed, {spilling} spilling")
+    else:
+        print(
+            f"{kernels} kernels × {len(cases)} configs compiled for {len(targets)} generations, {failed} failed"
+            + (f" (each generation 1 in {args.subset})" if args.subset > 1 else "")
+        )
     return 1 if failed or spilling else 0
-
-
-def _compile(case, sharding) -> list[tuple[str, str, bool]]:
-    """Kernel, registers and spills as ptxas tells them, for each kernel of a call."""
-    dump = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
-    for old in dump.iterdir():
-        old.unlink()
-    function, arrays = case.build()
-    structs = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), arrays)
-    jax.jit(function).trace(structs).lower(lowering_platforms=("cuda",)).compile()
-    found = []
-    for path in sorted(dump.glob("*.ptxas")):
-        text = path.read_text()
-        kernel = re.search(r"entry function '(\w+)'", text)
-        spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
-        registers = re.search(r"Used (\d+) registers", text)
-        if not (kernel and spills and registers):
-            raise ValueError(f"{path.name} does not read like ptxas's report")
-        spilled = any(int(x) for x in spills.groups())
-        shown = f"{kernel[1].removesuffix('_mosaic_gpu_kernel')} {registers[1]} registers"
-        found.append((kernel[1], shown + (f", spills {spills[1]}/{spills[2]} bytes" if spilled else ""), spilled))
-    if not found:
-        raise ValueError("no Mosaic GPU kernel was compiled")
-    return found
 
 
 if __name__ == "__main__":

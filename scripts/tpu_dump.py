@@ -1,0 +1,155 @@
+"""Read libtpu's dump of a compiled kernel: the bundles of its steady-state loop, and what they use.
+
+One bundle is what the core issues in a cycle when nothing stalls. The files are those of `DUMP_ARGS`.
+"""
+
+import dataclasses
+import re
+from pathlib import Path
+
+DUMP_ARGS = "--xla_jf_dump_to={0} --xla_jf_dump_llo_text=true"
+_BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +([A-Z]{2})? *: >* *\{")
+_BRANCH = re.compile(r"sbr\.rel (?:\((!?%\w+)\) )?target = \$region(\d+)")
+_REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
+_VMEM = re.compile(r"#allocation\d+ \[.*space=vmem, size = (0x[0-9a-f]+)")
+_DELAY = 4  # bundles after a branch that still run
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """The steady-state loop of a kernel: the innermost one with the most products.
+
+    Where code in it is skipped at times, counts are those of the shortest path that makes all products.
+    """
+
+    kernel: str
+    bundles: int  # of the steady path
+    all_bundles: int  # of the loop, skipped code included
+    matmuls: int  # instructions that feed a matrix unit
+    used: dict[str, int]  # slots, by unit
+    capacity: dict[str, int]  # slots a bundle
+    spills: int  # vector registers stored and loaded again in the loop
+    vmem_bytes: int  # allocated, the compiler's own scratch included
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Slots used of those there are."""
+        return {unit: self.used[unit] / (self.capacity[unit] * self.bundles) for unit in self.used}
+
+    @property
+    def limiting_unit(self) -> str:
+        """The unit that is busiest; fills and spills count as the loads and stores that they are."""
+        shares = {unit: share for unit, share in self.shares.items() if ":" not in unit}
+        return max(shares, key=lambda unit: shares[unit])
+
+
+def kernels(folder: Path) -> list[str]:
+    """Names of the kernels and fusions that a dump is of."""
+    found = (re.fullmatch(r"\d+-(.+)-\d+-final_bundles\.txt", path.name) for path in folder.iterdir())
+    return sorted(match[1] for match in found if match and match[1] != "TLP" and not match[1].startswith("<"))
+
+
+def steady_loop(folder: Path, kernel: str) -> Loop:
+    """The steady-state loop of the one kernel whose name contains `kernel`; of several, the one with most products.
+
+    Raises: ValueError if there is none, or it makes no products.
+    """
+    loops = [_of(folder, name) for name in kernels(folder) if kernel in name]
+    loops = [loop for loop in loops if loop is not None]
+    if not loops:
+        raise ValueError(f"no kernel named like {kernel!r} makes products; the dump has {', '.join(kernels(folder))}")
+    return max(loops, key=lambda loop: loop.matmuls)
+
+
+def _of(folder: Path, name: str) -> Loop | None:
+    texts, begins = _bundles(_only(folder, name, "final_bundles").read_text())
+    units, capacity, rows = _utilization(_only(folder, name, "final_hlo-static-per-bundle-utilization").read_text())
+    products = [text.count("vmatmul") for text in texts]
+    if not any(products):
+        return None
+    if len(rows) != len(texts):
+        raise ValueError(f"{name}: {len(texts)} bundles but {len(rows)} rows of use: the dump reads differently")
+    first, end = _innermost(texts, begins, products)
+    path = _steady(texts, products, first, end)
+    used = {unit: sum(rows[i][at] for i in path) for at, unit in enumerate(units)}
+    return Loop(
+        kernel=name,
+        bundles=len(path),
+        all_bundles=end - first,
+        matmuls=sum(products[i] for i in path),
+        used=used,
+        capacity=dict(zip(units, capacity, strict=True)),
+        spills=used.get("VSTORE:SPILL", 0) + used.get("VLOAD:FILL", 0),
+        vmem_bytes=sum(int(size, 16) for size in _VMEM.findall(_only(folder, name, "original").read_text())),
+    )
+
+
+def _only(folder: Path, name: str, kind: str) -> Path:
+    paths = [p for p in folder.iterdir() if re.fullmatch(rf"\d+-{re.escape(name)}-\d+-{kind}\.txt", p.name)]
+    if len(paths) != 1:
+        raise ValueError(f"{len(paths)} files of {kind} for {name}: want one; dump one compilation at a time")
+    return paths[0]
+
+
+def _bundles(text: str) -> tuple[list[str], list[bool]]:
+    # each bundle's text, and whether a loop begins there
+    texts, begins = [], []
+    for line in text.splitlines():
+        match = _BUNDLE.match(line)
+        if match:
+            texts.append(line)
+            begins.append(match[1] == "LB")
+        elif texts:  # a comment with a line break in it
+            texts[-1] += line
+    return texts, begins
+
+
+def _utilization(text: str) -> tuple[list[str], list[int], list[list[int]]]:
+    lines = text.splitlines()
+    units = [unit.strip() for unit in lines[1].split(",")]
+    rows = [[int(x) for x in line.split()] for line in lines[4:] if line.strip()]
+    return units, [int(x) for x in lines[2].split()], rows
+
+
+def _innermost(texts: list[str], begins: list[bool], products: list[int]) -> tuple[int, int]:
+    # the loop with most products outside of loops within it; all of the kernel where there is no loop
+    back = {}
+    for i, text in enumerate(texts):
+        for _, region in _BRANCH.findall(text):
+            back[int(region)] = i  # the last branch to a region
+    loops = []
+    for first in (i for i, begin in enumerate(begins) if begin):
+        ends = [back[int(r)] for r in _REGION.findall(texts[first]) if back.get(int(r), -1) >= first]
+        if ends:
+            loops.append((first, min(max(ends) + _DELAY + 1, len(texts))))
+
+    def own(loop):
+        within = [x for x in loops if loop[0] < x[0] and x[1] <= loop[1]]
+        return sum(n for i, n in enumerate(products[slice(*loop)], loop[0]) if not any(a <= i < b for a, b in within))
+
+    return max(loops, key=own) if any(map(own, loops)) else (0, len(texts))
+
+
+def _steady(texts: list[str], products: list[int], first: int, end: int) -> list[int]:
+    # bundles of the path from `first` to `end` with most products, the shortest of those
+    starts = {int(r): i for i in range(first, end) for r in _REGION.findall(texts[i])}
+    came: dict[int, tuple[tuple[int, int], int]] = {first: ((0, 0), -1)}
+    jumps: dict[int, int] = {}
+    for i in range(first, end):
+        branch = _BRANCH.search(texts[i])
+        target = starts.get(int(branch[2]), 0) if branch else 0
+        if branch and target > i + _DELAY:
+            jumps[min(i + _DELAY, end - 1)] = target
+    for i in range(first, end):
+        if i not in came:
+            continue
+        (made, cost), _ = came[i]
+        so_far = (made + products[i], cost - 1)
+        for to in (i + 1, jumps.get(i, i + 1)):
+            if to not in came or so_far > came[to][0]:
+                came[to] = (so_far, i)
+    path, at = [], came[end][1]
+    while at >= 0:
+        path.append(at)
+        at = came[at][1]
+    return path[::-1]
