@@ -1,17 +1,95 @@
 """The TPU half of `aot_check.py`: what is compiled for which generations, with its vector memory."""
+# Settings are passed on as mappings, and peers are installed for a run only; the checker can follow neither.
+# pyright: reportArgumentType=false, reportMissingImports=false, reportOptionalMemberAccess=false
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from tpu_target import GENERATIONS, Compiler, Generation
 
+from pallas_kernels._common.tpu_rows import Row
+from pallas_kernels.attention import tpu as attention
+from pallas_kernels.attention.tpu_config import Config
 from pallas_kernels.merge_states import tpu as merge_states
 
 
 @dataclasses.dataclass(frozen=True)
-class Merge:
+class _Case:
+    def __str__(self):
+        given = ((field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self))
+        return f"{type(self).__name__}({', '.join(f'{name}={got}' for name, got, default in given if got != default)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention(_Case):
+    """A call of the attention kernel."""
+
+    seqs: int = 64
+    q_len: int = 1
+    kv_len: int = 4096
+    kv_heads: int = 8
+    group: int = 4
+    dim: int = 128
+    v_dim: int | None = None
+    page: int = 16
+    dtype: str = "bfloat16"
+    kv_dtype: str | None = None
+    mask: str = "causal"
+    window: int | None = None
+    cap: float | None = None
+    sinks: bool = False
+    config: Config | None = None
+
+    @property
+    def row(self) -> Row:
+        """How the pool holds a token."""
+        return Row(kv_heads=self.kv_heads, k_dim=self.dim, v_dim=self.v_dim or self.dim)
+
+    def build(self, generation: Generation) -> tuple[Callable, dict]:
+        """The call, and the shapes of its arrays."""
+        tokens, room = self.seqs * self.q_len, -(-self.kv_len // self.page)
+
+        def shape(*sizes, dtype=self.dtype):
+            return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+        i32 = functools.partial(shape, dtype="int32")
+        arrays = dict(
+            q=shape(tokens, self.kv_heads * self.group, self.dim),
+            k_pages=shape(self.seqs * room, self.page, self.row.lanes, dtype=self.kv_dtype or self.dtype),
+            page_table=i32(self.seqs, room),
+            seq_lens=i32(self.seqs),
+            cu_q_lens=i32(self.seqs + 1),
+        )
+        if self.mask == "tree":
+            arrays |= dict(
+                tree_bits=shape(tokens, -(-self.q_len // 32), dtype="uint32"),
+                tree_starts=i32(self.seqs),
+                tree_kv_positions=i32(self.seqs, self.q_len),
+                q_positions=i32(tokens),
+            )
+        if self.kv_dtype:
+            arrays |= dict(k_scale=shape(dtype="float32"), v_scale=shape(dtype="float32"))
+        if self.sinks:
+            arrays["sinks"] = shape(self.kv_heads * self.group, dtype="float32")
+        static = dict(
+            kv_heads=self.kv_heads,
+            v_dim=self.row.v_dim,
+            max_q_len=self.q_len,
+            sm_scale=self.dim**-0.5,
+            mask=self.mask,
+            sliding_window=self.window,
+            logit_soft_cap=self.cap,
+            config=self.config,
+            vmem=int(0.9 * generation.vmem_bytes),
+        )
+        return lambda arrays: attention.paged_attention(**arrays, **static), arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Merge(_Case):
     """A call of the merge of states."""
 
     splits: int = 4
@@ -28,7 +106,22 @@ class Merge:
         return lambda arrays: merge_states.merge_states(**arrays), arrays
 
 
+def _attention_cases() -> list[Attention]:
+    heads = [(8, 4), (8, 8), (4, 8), (1, 8), (3, 3), (2, 6), (8, 1), (2, 16)]
+    cases = [Attention(kv_heads=kv_heads, group=group) for kv_heads, group in heads]
+    cases += [Attention(dim=dim, q_len=q_len) for dim in (64, 80, 96, 256) for q_len in (1, 8)]
+    cases += [Attention(page=page) for page in (8, 32, 64, 128, 256)]
+    cases += [Attention(q_len=8, mask=mask) for mask in ("causal", "full", "tree")]
+    everything = dict(window=1000, cap=30.0, sinks=True)
+    cases += [Attention(q_len=q_len, mask=mask, **everything) for q_len, mask in ((1, "causal"), (16, "tree"))]
+    cases += [Attention(seqs=1, q_len=8192, kv_len=8192, dim=dim) for dim in (64, 128, 256)]
+    cases += [Attention(seqs=1, q_len=2048, kv_len=8192, dim=192, v_dim=128, kv_heads=16, group=1, mask="full")]
+    cases += [Attention(kv_dtype=kind, page=32) for kind in ("int8", "float8_e4m3fn", "float8_e5m2")]
+    return cases
+
+
 KERNELS: dict[str, Callable[[], list]] = {
+    "tpu/attend": _attention_cases,
     "tpu/merge_states": lambda: [
         *(Merge(), Merge(v_dim=64), Merge(v_dim=256), Merge(2, 64 * 128, 512), Merge(16, 24, 80), Merge(33, 130, 64)),
         *(Merge(2, 8192, 128, "bfloat16"), Merge(2, 5, 200, "bfloat16"), Merge(128, 64 * 32, 128)),

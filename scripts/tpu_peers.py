@@ -1,4 +1,6 @@
 """Public TPU kernels on the works of the schedule report: JAX's, and tokamax's where it is installed."""
+# Settings are passed on as mappings, and peers are installed for a run only; the checker can follow neither.
+# pyright: reportArgumentType=false, reportMissingImports=false
 
 import functools
 import math

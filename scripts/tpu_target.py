@@ -111,9 +111,9 @@ class Compiler:
 
     def compile(self, function: Callable, arrays, *, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
         """`function(arrays)`, compiled. Args: arrays: a pytree of shapes. donate: argument numbers, as in `jax.jit`."""
-        shardings = dict(in_shardings=self._sharding, out_shardings=self._sharding, donate_argnums=donate)
         args = arrays if isinstance(arrays, tuple) else (arrays,)
+        jitted = jax.jit(function, in_shardings=self._sharding, out_shardings=self._sharding, donate_argnums=donate)
         with self.described():
-            traced = jax.jit(function, **shardings).trace(*args)
+            traced = jitted.trace(*args)
             lowered = traced.lower(lowering_platforms=("tpu",))
         return lowered.compile()

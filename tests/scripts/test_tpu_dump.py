@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import tpu_dump
+import tpu_dump  # pyright: ignore[reportMissingImports]
 
 # Bundle 1 begins the outer loop, 2 the inner one. From 3 on, seven bundles are skipped at times; 10 makes products.
 BUNDLES = """\
