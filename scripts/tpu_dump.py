@@ -3,7 +3,9 @@
 One bundle is what the core issues in a cycle when nothing stalls. The files are those of `DUMP_ARGS`.
 """
 
+import collections
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 
@@ -13,6 +15,7 @@ _BRANCH = re.compile(r"sbr\.rel (?:\((!?%\w+)\) )?target = \$region(\d+)")
 _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _VMEM = re.compile(r"#allocation\d+ \[.*space=vmem, size = (0x[0-9a-f]+)")
 _DELAY = 4  # bundles after a branch that still run
+_TESTED = 8  # predicates of several branches that are told apart
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,19 +136,38 @@ def _innermost(texts: list[str], begins: list[bool], products: list[int]) -> tup
 def _steady(texts: list[str], products: list[int], first: int, end: int) -> list[int]:
     # bundles of the path from `first` to `end` with most products, the shortest of those
     starts = {int(r): i for i in range(first, end) for r in _REGION.findall(texts[i])}
-    came: dict[int, tuple[tuple[int, int], int]] = {first: ((0, 0), -1)}
-    jumps: dict[int, int] = {}
+    jumps: dict[int, tuple[int, bool, str]] = {}  # where a branch takes effect: its target, and when it is taken
     for i in range(first, end):
         branch = _BRANCH.search(texts[i])
         target = starts.get(int(branch[2]), 0) if branch else 0
         if branch and target > i + _DELAY:
-            jumps[min(i + _DELAY, end - 1)] = target
+            jumps[min(i + _DELAY, end - 1)] = (
+                target,
+                not (branch[1] or "").startswith("!"),
+                (branch[1] or "").strip("!"),
+            )
+    # A predicate that several branches test is the same for all of them: code for one case excludes the other's.
+    names = collections.Counter(name for _, _, name in jumps.values())
+    tested = [name for name, count in names.most_common(_TESTED) if count > 1]
+    paths = []
+    for values in itertools.product((False, True), repeat=len(tested)):
+        paths.append(_path(products, jumps, dict(zip(tested, values, strict=True)), first, end))
+    return max(paths, key=lambda path: (sum(products[i] for i in path), -len(path)))
+
+
+def _path(products, jumps, known: dict[str, bool], first: int, end: int) -> list[int]:
+    came: dict[int, tuple[tuple[int, int], int]] = {first: ((0, 0), -1)}
     for i in range(first, end):
         if i not in came:
             continue
         (made, cost), _ = came[i]
         so_far = (made + products[i], cost - 1)
-        for to in (i + 1, jumps.get(i, i + 1)):
+        ways = [i + 1]
+        if i in jumps:
+            target, when, name = jumps[i]
+            ways = [target] if not name or known.get(name) is when else ways
+            ways = ways + [target] if name and name not in known else ways
+        for to in ways:
             if to not in came or so_far > came[to][0]:
                 came[to] = (so_far, i)
     path, at = [], came[end][1]

@@ -59,6 +59,24 @@ def test_the_steady_loop_is_the_innermost_and_skips_what_it_may(dump):
     assert loop.limiting_unit == "MXU" and loop.shares["MXU"] == pytest.approx(2 / 24)
 
 
+def test_code_for_one_case_excludes_the_other(dump):
+    # bundle 4 runs when %p1 is false, bundle 16 when it is true: a product in either, never two
+    text = BUNDLES.replace("%13 = sbr.rel (!%p2) target = $region3", "%13 = sbr.rel (!%p1) target = $region5")
+    text = text.replace("vmatmul", "vmul").replace("%5 = vst", "%5 = vmatmul %v1 ;; vst")
+    more = [f"  {hex(16 + i)}   : >> {{ %{20 + i} = {'nop' if i else 'vmatmul %v1'} }}" for i in range(4)]
+    more.append("  0x14 PF: >> { %30 = nop } /* Start region 5 */")
+    more.append("  0x15   : >> { %31 = sbr.rel (!%p2) target = $region3 }")
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if "0x10 " in line)
+    lines[at:at] = more
+    (dump / "17-attention.1-02-final_bundles.txt").write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match="24 bundles but 18 rows"):
+        tpu_dump.steady_loop(dump, "attention")
+    path = dump / "17-attention.1-01-final_hlo-static-per-bundle-utilization.txt"
+    path.write_text(USE + "0 0 0 0\n" * 6)
+    assert tpu_dump.steady_loop(dump, "attention").matmuls == 1
+
+
 def test_a_dump_without_the_kernel_says_what_it_has(dump):
     with pytest.raises(ValueError, match=r"attention\.1"):
         tpu_dump.steady_loop(dump, "another")
