@@ -60,9 +60,9 @@ def test_the_steady_loop_is_the_innermost_and_skips_what_it_may(dump):
 
 
 def test_code_for_one_case_excludes_the_other(dump):
-    # bundle 4 runs when %p1 is false, bundle 16 when it is true: a product in either, never two
+    # bundle 8 runs when %p1 is false, bundle 16 when it is true: a product in either, never two
     text = BUNDLES.replace("%13 = sbr.rel (!%p2) target = $region3", "%13 = sbr.rel (!%p1) target = $region5")
-    text = text.replace("vmatmul", "vmul").replace("%5 = vst", "%5 = vmatmul %v1 ;; vst")
+    text = text.replace("vmatmul", "vmul").replace("%9 = nop", "%9 = vmatmul %v1")
     more = [f"  {hex(16 + i)}   : >> {{ %{20 + i} = {'nop' if i else 'vmatmul %v1'} }}" for i in range(4)]
     more.append("  0x14 PF: >> { %30 = nop } /* Start region 5 */")
     more.append("  0x15   : >> { %31 = sbr.rel (!%p2) target = $region3 }")
