@@ -53,7 +53,7 @@ def tiny_engine(*, num_steps: int, page_size: int = 4, num_pages: int | None = N
     """An engine of the tiny model with three slots of 128 tokens; draft rows count as cheap, so trees are tried."""
     build = quick_programs()(Engine)
     return build(
-        tiny(),
+        kwargs.pop("model", None) or tiny(),
         num_layers=CONFIG.num_layers,
         num_slots=3,
         num_pages=num_pages or -(-400 // page_size),

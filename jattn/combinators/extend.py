@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.combinators.accept import append, finish
+from jattn.combinators.model_drafts import Drafter, read_prompt
 from jattn.combinators.state import Decoder, DecodeState, RoundReport, Status
 from jattn.modes import ForwardMode
 from jattn.plan import make_plan, rows_of
@@ -20,12 +21,12 @@ def extend(
     rows: int,
     report_width: int,
     sampler: SamplerConfig = TEMPERATURES,
-    drafter: Decoder | None = None,
+    drafter: Drafter | None = None,
 ) -> tuple[DecodeState, RoundReport]:
     """Compute the next `q_lens` prompt tokens of each slot, packed; a slot whose prompt ends gets its first token.
 
     Args: q_lens: i32[seqs], 0 for a slot that is not prefilling; their sum is at most `rows`.
-      sampler: what the program's requests may ask for. drafter: a draft model, whose cache takes the same tokens.
+      sampler: what the program's requests may ask for. drafter: a draft model, which reads the same tokens.
     Returns: the state, and a report with at most one token a slot.
     """
     lens = jnp.where(q_lens > 0, state.seq_lens + q_lens, 0)
@@ -41,11 +42,7 @@ def extend(
     seq, _, valid = rows_of(plan.cu_q_lens, rows)
     ids = jnp.where(valid, state.tokens[seq, plan.positions], 0)
     hidden, cache = model(ids, state.cache, plan)
-    draft = state.draft
-    if drafter is not None:
-        draft_cache, cached = draft.of_model
-        _, draft_cache = drafter(ids, draft_cache, plan)
-        draft = dataclasses.replace(draft, cache=draft_cache, cached=jnp.where(q_lens > 0, lens, cached))
+    draft = state.draft if drafter is None else read_prompt(drafter, state, hidden, ids, plan, q_lens)
     last = jnp.clip(plan.cu_q_lens[1:] - 1, 0, rows - 1)
     logits = model.logits(hidden[last])
     chosen = next_tokens(

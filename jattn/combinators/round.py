@@ -11,8 +11,8 @@ from jattn.cache import Cache
 from jattn.combinators import budget
 from jattn.combinators.accept import accepted_lens, append, finish
 from jattn.combinators.costs import Variant
+from jattn.combinators.model_drafts import Drafter, Lineage, propose
 from jattn.combinators.ngram import find_many, ngram_draft, ngram_tree
-from jattn.combinators.standalone import Lineage, propose
 from jattn.combinators.state import Decoder, DecodeState, RoundReport
 from jattn.combinators.tree import DraftTree, link, prune_ranked, walk
 from jattn.combinators.verify import verify, verify_tree
@@ -71,9 +71,9 @@ def tree_round(
     return _settle(dataclasses.replace(state, draft=draft), done.targets, done.accepted, done.take, done.shape, shapes)
 
 
-def standalone_round(
+def model_round(
     model: Decoder,
-    drafter: Decoder,
+    drafter: Drafter,
     state: DecodeState,
     *,
     topk: int,
@@ -85,8 +85,9 @@ def standalone_round(
 ) -> tuple[DecodeState, RoundReport]:
     """`decode_round` with a draft model, which grows a tree of `topk` branches and `num_steps` levels; topk 1: a chain.
 
-    Args: drafter: with the target's vocabulary; its cache is `state.draft.cache`. num_nodes: nodes that are verified,
-      the newest token included. lineage: as in `standalone.propose`. The rest as in `tree_round`.
+    Args: drafter: a smaller model, or a head on the hidden states that `model` returns; its cache is
+      `state.draft.cache`. num_nodes: nodes that are verified, the newest token included. lineage: as in
+      `model_drafts.propose`. The rest as in `tree_round`.
     """
     draft, candidates, draft_probs = propose(
         drafter, state, topk=topk, num_steps=num_steps, lineage=lineage, sampler=sampler
@@ -102,10 +103,22 @@ def standalone_round(
         scores = jnp.ones_like(scores)
     reach = _reach(scores, depth, budget.accept_chance(state.draft, kind))
     state, done = _verify_tree(
-        model, state, tree, links.bits, reach, num_steps, shapes, sampler, draft_probs=draft_probs
+        model,
+        state,
+        tree,
+        links.bits,
+        reach,
+        num_steps,
+        shapes,
+        sampler,
+        draft_probs=draft_probs,
+        features_of=drafter.features if drafter.ahead else None,
     )
     tried = jnp.max(jnp.where(jnp.arange(num_nodes - 1)[None] < done.take[:, None], depth, 0), axis=1)
     draft = budget.record(state.draft, kind, tried, done.accepted)
+    if done.features is not None:
+        kept = jnp.where(state.decoding[:, None, None], done.features, state.draft.features)
+        draft = dataclasses.replace(draft, features=kept)
     return _settle(dataclasses.replace(state, draft=draft), done.targets, done.accepted, done.take, done.shape, shapes)
 
 
@@ -126,6 +139,7 @@ class _Verified(NamedTuple):
     path: jax.Array  # this and the next as `walk` returns them
     accepted: jax.Array
     targets: Chosen  # [seqs, drafts on a path + 1], the target's token behind each node of the path
+    features: jax.Array | None  # [seqs, drafts on a path + 1, d], what a draft head reads of each of them
 
 
 def _verify_tree(
@@ -139,6 +153,7 @@ def _verify_tree(
     sampler: SamplerConfig,
     *,
     draft_probs=None,
+    features_of=None,
 ):
     # Verifies as many leading nodes as are worth it; the state comes back with accepted rows in front. A leading part
     # has the bits of the whole tree: parents come first.
@@ -146,14 +161,18 @@ def _verify_tree(
     take, index = budget.choose_by_reach(reach, jnp.maximum(most, 0), state.decoding, shapes=shapes)
     tree = dataclasses.replace(tree, num_nodes=1 + take)
     branches = [
-        functools.partial(verify_tree, model, rows=v.rows, max_q_len=v.max_q_len, sampler=sampler) for v in shapes
+        functools.partial(
+            verify_tree, model, rows=v.rows, max_q_len=v.max_q_len, sampler=sampler, features_of=features_of
+        )
+        for v in shapes
     ]
-    idle = functools.partial(_idle, width=tree.tokens.shape[1], sampler=sampler)
-    cache, chosen = jax.lax.switch(index, [*branches, idle], state, tree, bits, draft_probs)
+    idle = functools.partial(_idle_tree, sampler=sampler, with_features=features_of is not None)
+    cache, chosen, features = jax.lax.switch(index, [*branches, idle], state, tree, bits, draft_probs)
     path, _, accepted = walk(tree, chosen.tokens, max_depth=num_steps)
     state = dataclasses.replace(state, cache=to_the_front(cache, state, path, accepted))
     seq = jnp.arange(path.shape[0], dtype=jnp.int32)[:, None]
-    return state, _Verified(take, index, path, accepted, jax.tree.map(lambda x: x[seq, path], chosen))
+    chosen, features = jax.tree.map(lambda x: x[seq, path], (chosen, features))
+    return state, _Verified(take, index, path, accepted, chosen, features)
 
 
 def to_the_front(cache: Cache, state: DecodeState, path: jax.Array, accepted: jax.Array) -> Cache:
@@ -211,6 +230,14 @@ def _propose(state: DecodeState, active, num_known, num_steps: int, shapes):
     chance = budget.accept_chance(state.draft, match_len)
     take, index = budget.choose(chance, room, active, num_steps=num_steps, shapes=shapes)
     return drafts, match_len, take, index
+
+
+def _idle_tree(state: DecodeState, tree: DraftTree, *_, sampler: SamplerConfig, with_features: bool):
+    features = None
+    if with_features and state.draft.features is not None:
+        held = state.draft.features
+        features = jnp.zeros((*tree.tokens.shape, held.shape[-1]), held.dtype)
+    return *_idle(state, width=tree.tokens.shape[1], sampler=sampler), features
 
 
 def _idle(state: DecodeState, *_, width: int, sampler: SamplerConfig):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.cache import Cache
-from jattn.plan import Plan, Tree
+from jattn.plan import Plan
 from jattn.sampling import Logprobs, SamplerConfig, SamplingParams
 from jattn.sampling.penalties import History
 
@@ -44,10 +44,7 @@ class DraftState:
     rejected: jax.Array  # f32[seqs, match classes], decayed count of rejections
     cache: Cache | None = None  # of a draft model, over the target's page table
     cached: jax.Array | None = None  # i32[seqs], tokens in it
-    hidden: jax.Array | None = None  # [seqs, d_model], target's hidden state at the newest cached token
-    topk_probs: jax.Array | None = None  # f32[seqs, topk]
-    topk_ids: jax.Array | None = None  # i32[seqs, topk]
-    tree: Tree | None = None  # ancestor bits of a round's nodes
+    features: jax.Array | None = None  # [seqs, rows, d], of the rows behind those, for a head on hidden states
 
     @property
     def of_model(self) -> tuple[Cache, jax.Array]:
@@ -88,8 +85,12 @@ class DecodeState:
         num_classes: int,
         num_biases: int = 0,
         draft_cache: Cache | None = None,
+        draft_features: jax.Array | None = None,
     ) -> "DecodeState":
-        """All slots free. num_biases: logit biases of a request. draft_cache: of a draft model; pages as in `cache`."""
+        """All slots free. num_biases: logit biases of a request. draft_cache: of a draft model; pages as in `cache`.
+
+        draft_features: [num_seqs, num_steps + 1, d], of a head on the target's hidden states.
+        """
         max_pages = -(-max_context // cache.page_size)
 
         def ints(*shape: int, fill: int = 0) -> jax.Array:
@@ -111,6 +112,7 @@ class DecodeState:
                 rejected=jnp.zeros((num_seqs, num_classes), jnp.float32),
                 cache=draft_cache,
                 cached=None if draft_cache is None else ints(),
+                features=draft_features,
             ),
         )
 

@@ -1,5 +1,7 @@
 """The target scores each request's newest token and its drafts in one ragged forward."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -62,13 +64,16 @@ def verify_tree(
     rows: int,
     max_q_len: int,
     sampler: SamplerConfig = TEMPERATURES,
-) -> tuple[Cache, Chosen]:
+    features_of: Callable[[jax.Array], jax.Array] | None = None,
+) -> tuple[Cache, Chosen, jax.Array | None]:
     """Run the target over packed trees: node i of a request is its i-th newest row, at position start + depth.
 
     Args: tree: with `num_nodes` at most max_q_len. bits: u32[seqs, nodes, words], ancestors, from `tree.link`.
       draft_probs: f32[seqs, nodes - 1, vocab] of a chain drawn from a draft model: what node i + 1 was drawn from.
       rows, max_q_len, sampler: as in `verify`.
-    Returns: the cache with every node written, and [seqs, nodes]: the target's token behind each node.
+      features_of: what a draft head reads of the target's hidden states, [rows, width] -> [rows, d].
+    Returns: the cache with every node written; [seqs, nodes]: the target's token behind each node; and those features,
+      [seqs, nodes, d], or None.
     """
     q_lens = jnp.where(state.decoding, tree.num_nodes, 0)
     lens = jnp.where(state.decoding, state.seq_lens + q_lens, 0)
@@ -102,7 +107,8 @@ def verify_tree(
         offered=offered,
         draft_probs=draft_probs,
     )
-    return cache, by_request(chosen, plan, nodes)
+    features = None if features_of is None else by_request(features_of(hidden), plan, nodes)
+    return cache, by_request(chosen, plan, nodes), features
 
 
 def _behind(logits, state: DecodeState, plan: Plan, seq, sampler: SamplerConfig, *, path, offered, draft_probs=None):

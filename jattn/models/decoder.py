@@ -26,12 +26,14 @@ Spec = AttnSpec | MLASpec
 class Attention(nnx.Module):
     """Grouped-query attention through the door; q, k and v in one projection."""
 
-    def __init__(self, config: ModelConfig, spec: AttnSpec, choice: Choice, *, rngs, dtype, weight_first):
+    def __init__(
+        self, config: ModelConfig, spec: AttnSpec, choice: Choice, *, rngs, dtype, weight_first, in_dim: int | None = None
+    ):
         self.spec, self.choice = spec, choice
         v_head_dim = spec.v_head_dim or spec.head_dim
         out_dim = (spec.num_q_heads + spec.num_kv_heads) * spec.head_dim + spec.num_kv_heads * v_head_dim
         kwargs = dict(rngs=rngs, dtype=dtype, weight_first=weight_first)
-        self.qkv = Linear(config.d_model, out_dim, bias=config.qkv_bias, **kwargs)
+        self.qkv = Linear(in_dim or config.d_model, out_dim, bias=config.qkv_bias, **kwargs)
         self.out = Linear(spec.num_q_heads * v_head_dim, config.d_model, bias=config.out_bias, **kwargs)
         self.q_norm = _norm(config, config.head_dim, dtype) if config.qk_norm else None
         self.k_norm = _norm(config, config.head_dim, dtype) if config.qk_norm else None
@@ -48,11 +50,16 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One decoder layer: attention and MLP, each normed before, by choice normed after, and added to the stream."""
+    """One decoder layer: attention and MLP, each normed before, by choice normed after, and added to the stream.
 
-    def __init__(self, config: ModelConfig, spec: Spec, choice, *, experts: bool, rngs, dtype, weight_first):
+    `normed` False leaves out the norm before attention.
+    """
+
+    def __init__(
+        self, config: ModelConfig, spec: Spec, choice, *, experts: bool, rngs, dtype, weight_first, normed: bool = True
+    ):
         kwargs = dict(rngs=rngs, dtype=dtype, weight_first=weight_first)
-        self.attn_norm = _norm(config, config.d_model, dtype)
+        self.attn_norm = _norm(config, config.d_model, dtype) if normed else None
         latent = isinstance(spec, MLASpec)
         self.attn = (
             LatentAttention(config, spec, choice, **kwargs) if latent else Attention(config, spec, choice, **kwargs)
@@ -63,7 +70,8 @@ class Block(nnx.Module):
         self.post_mlp_norm = _norm(config, config.d_model, dtype) if config.post_norms else None
 
     def __call__(self, x, phases, cache, plan, layer, form: Form):
-        attended, cache = self.attn(self.attn_norm(x), phases, cache, plan, layer, form)
+        normed = x if self.attn_norm is None else self.attn_norm(x)
+        attended, cache = self.attn(normed, phases, cache, plan, layer, form)
         x = x + (attended if self.post_attn_norm is None else self.post_attn_norm(attended))
         mixed = self.mlp(self.mlp_norm(x))
         return x + (mixed if self.post_mlp_norm is None else self.post_mlp_norm(mixed)), cache
@@ -123,6 +131,13 @@ class Decoder(nnx.Module):
 
         `form` is of latent attention; None attends in the latent space, which is right in every mode.
         """
+        hidden, cache, _ = self.tapped(tokens, cache, plan, form)
+        return hidden, cache
+
+    def tapped[C: Cache](
+        self, tokens: jax.Array, cache: C, plan: Plan, form: Form | None = None, *, taps: tuple[int, ...] = ()
+    ) -> tuple[jax.Array, C, list[jax.Array]]:
+        """As a call, and the stream [rows, d_model] behind each of the first `taps` layers (0: the embedding)."""
         config = self.config
         form = Form() if form is None else form
         x = self.embedded(tokens)
@@ -130,12 +145,14 @@ class Decoder(nnx.Module):
         kinds = tuple(dict.fromkeys(ropes))
         # behind a barrier: XLA would compute cos and sin again in each layer, three times
         phases = jax.lax.optimization_barrier([rope.phases(plan.positions, config.rope_dim) for rope in kinds])
+        streams = [x]
         for layer, block in enumerate(self.layers):
             graphdef, params = nnx.split(block)
             x, cache = apply_block(
                 graphdef, params, x, phases[kinds.index(ropes[layer])], cache, plan, jnp.int32(layer), form
             )
-        return self.final_norm(x), cache
+            streams.append(x)
+        return self.final_norm(x), cache, [streams[tap] for tap in taps]
 
     def embedded(self, tokens: jax.Array) -> jax.Array:
         """tokens i32[rows] -> what the first layer reads, [rows, d_model]."""

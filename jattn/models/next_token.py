@@ -60,6 +60,14 @@ class NextToken(nnx.Module):
         x, cache = apply_block(*split, self.project(both), phases, cache, plan, jnp.int32(0), form)
         return self.final_norm(x), cache
 
+    def features(self, hidden: jax.Array, /) -> jax.Array:
+        """What it reads of the target's final hidden states: all."""
+        return hidden
+
+    def readout(self, hidden: jax.Array, /) -> jax.Array:
+        """What the vocabulary's rows are multiplied with: its output."""
+        return hidden
+
     def new_cache(self, *, num_pages: int, page_size: int, dtype=None) -> Cache:
         """An empty cache of this layer; dtype: where the spec names none."""
         return new_cache(self.spec, num_layers=1, num_pages=num_pages, page_size=page_size, dtype=dtype)

@@ -5,13 +5,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jattn.combinators.model_drafts import Lineage
 from jattn.combinators.ngram import NUM_CLASSES
-from jattn.combinators.standalone import Lineage
 from jattn.combinators.state import DecodeState, RoundReport, Status
 from jattn.models.decoder import Decoder, new_cache
+from jattn.models.draft_head import DraftHead
 from jattn.sampling import TEMPERATURES, Logprobs, SamplerConfig
 from jattn.serving.forms import FormOptions, PrefillForms
 from jattn.serving.programs import ProgramConfig, Programs, compile_programs
@@ -47,8 +49,8 @@ class Engine:
         request may have. num_steps: drafts a request and round, 0 for none. kv_dtype: storage when the spec names none.
       sampler: what requests may ask for; what they may not is left out of the programs. topk, num_nodes: continuations
         of a draft tree, and its nodes with the newest token; topk 1 drafts chains. drafter: a draft model with the
-        target's vocabulary; without one, drafts come from the request's own text. lineage: which nodes a node of its
-        tree sees, as in `combinators.standalone.propose`.
+        target's vocabulary, or a head on the target's hidden states; without one, drafts come from the request's own
+        text. lineage: which nodes a node of its tree sees, as in `combinators.model_drafts.propose`.
       forms: of the prefill of an MLA model; by default what the policy says. num_prompt_tokens: of all requests that
         will come, where that is known: forms of more are not compiled, and what passes it is prefilled absorbed.
       on_program: hears (done, total) as each program is compiled.
@@ -69,7 +71,7 @@ class Engine:
         sampler: SamplerConfig = TEMPERATURES,
         topk: int = 1,
         num_nodes: int | None = None,
-        drafter: Decoder | None = None,
+        drafter: Decoder | DraftHead | None = None,
         lineage: Lineage = "parent",
         prefill_rows: tuple[int, ...] = (128,),
         max_stops: int = 8,
@@ -101,6 +103,9 @@ class Engine:
         if drafter is not None:
             _check_vocabulary(model, drafter, topk)
             draft_cache = drafter.new_cache(**pool)
+        features = None
+        if isinstance(drafter, DraftHead):  # of the newest rows, which it has not read yet
+            features = jnp.zeros((num_slots, num_steps + 1, drafter.body.config.d_model), model.embed.dtype)
         self.cache_bytes = cache.nbytes + (draft_cache.nbytes if draft_cache else 0)
         self._state = DecodeState.create(
             cache,
@@ -110,6 +115,7 @@ class Engine:
             num_classes=NUM_CLASSES,
             num_biases=sampler.num_biases,
             draft_cache=draft_cache,
+            draft_features=features,
         )
         self.programs: Programs = compile_programs(graphdef, self._params, self._state, self.config, on_program)
         self.scheduler = Scheduler(
@@ -273,11 +279,13 @@ def _forms_of(
     )
 
 
-def _check_vocabulary(model: Decoder, drafter: Decoder, topk: int) -> None:
-    ours, theirs = model.config.vocab_size, drafter.config.vocab_size
+def _check_vocabulary(model: Decoder, drafter: Decoder | DraftHead, topk: int) -> None:
+    head = isinstance(drafter, DraftHead)
+    ours, theirs = model.config.vocab_size, drafter.vocab_size if head else drafter.config.vocab_size
     if ours != theirs:
         raise ValueError(
             f"the draft model has {theirs} tokens and the target {ours}: want a draft of the same vocabulary"
         )
-    if topk > ours:
-        raise ValueError(f"topk={topk} is more than the vocabulary of {ours} tokens")
+    drafted = drafter.rows.shape[0] if head else theirs
+    if topk > drafted:
+        raise ValueError(f"topk={topk} is more than the vocabulary of {drafted} tokens")

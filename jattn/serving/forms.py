@@ -18,6 +18,7 @@ from jattn.combinators.state import DecodeState
 from jattn.dispatch import AttnForwardMethod as M
 from jattn.dispatch import DispatchFacts, chunked_prefix_disabled
 from jattn.models.decoder import Decoder
+from jattn.models.draft_head import WithStreams
 from jattn.models.latent import Form
 from jattn.modes import ForwardMode
 from jattn.plan import Plan
@@ -162,7 +163,7 @@ def _methods(forms: PrefillForms) -> tuple[M, ...]:
 class WithForm:
     """A model whose forward takes one form: what a prefill program gives to `extend` in the model's place."""
 
-    model: Decoder
+    model: Decoder | WithStreams
     form: Form
 
     def __call__[C: Cache](self, tokens: jax.Array, cache: C, plan: Plan, /) -> tuple[jax.Array, C]:

@@ -12,12 +12,14 @@ from flax import nnx
 
 from jattn.combinators.costs import Variant, variants
 from jattn.combinators.extend import admit, extend, release
+from jattn.combinators.model_drafts import LanguageModel, Lineage, rows_ahead
 from jattn.combinators.ngram import check_trie
-from jattn.combinators.round import decode_round, standalone_round, tree_round
-from jattn.combinators.standalone import Lineage, rows_ahead
+from jattn.combinators.round import decode_round, model_round, tree_round
 from jattn.combinators.state import DecodeState
 from jattn.combinators.tree import check_size
 from jattn.dispatch import AttnForwardMethod
+from jattn.models.decoder import Decoder
+from jattn.models.draft_head import DraftHead, WithStreams
 from jattn.sampling import SamplerConfig
 from jattn.serving.forms import PrefillForms, WithForm
 
@@ -53,7 +55,7 @@ class ProgramConfig:
     topk: int = 1  # continuations of a draft tree; 1 drafts a chain
     num_nodes: int | None = None  # of a tree, the newest token included; a chain has num_steps + 1
     standalone: bool = False  # a draft model proposes, instead of the request's own text
-    lineage: Lineage = "parent"  # of a draft model's tree, as in `standalone.propose`
+    lineage: Lineage = "parent"  # of a draft model's tree, as in `model_drafts.propose`
     forms: PrefillForms | None = None  # of an MLA model
 
     def __post_init__(self):
@@ -133,7 +135,7 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
         return lambda: jax.jit(function, donate_argnums=donate).lower(*args)
 
     def with_model(function, params, *args):
-        return function(*nnx.merge(graphdef, params), *args)
+        return function(*_prepared(*nnx.merge(graphdef, params)), *args)
 
     def prefill(*args, method: AttnForwardMethod | None, **kwargs):
         model, *drafter, state, q_lens = args
@@ -144,7 +146,7 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
     common = dict(num_steps=config.num_steps, shapes=config.shapes, sampler=config.sampler)
     if config.standalone:
         step = functools.partial(
-            standalone_round, topk=config.topk, num_nodes=config.width, lineage=config.lineage, **common
+            model_round, topk=config.topk, num_nodes=config.width, lineage=config.lineage, **common
         )
     elif config.topk > 1:
         step = functools.partial(tree_round, topk=config.topk, num_nodes=config.width, **common)
@@ -163,6 +165,13 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
     table["admit"] = lower(admit, state, scalar, *row, sampling, donate=0)
     table["release"] = lower(release, state, scalar, donate=0)
     return table
+
+
+def _prepared(model: Decoder, drafter: Decoder | DraftHead | None = None) -> tuple:
+    # as the combinators take them: a head may want the streams behind some layers, a model becomes a drafter
+    if isinstance(drafter, DraftHead):
+        return WithStreams(model, drafter.taps) if drafter.taps else model, drafter
+    return (model,) if drafter is None else (model, LanguageModel(drafter, drafter.config.vocab_size))
 
 
 def _prefill_keys(config: ProgramConfig) -> list[tuple[int, AttnForwardMethod | None]]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from tiny_model import tiny
 
-from jattn.combinators.standalone import propose
+from jattn.combinators.model_drafts import LanguageModel, propose
 from jattn.combinators.state import DecodeState, Status
 from jattn.modes import ForwardMode
 from jattn.plan import make_plan
@@ -51,7 +51,7 @@ def candidates(lineage):
         page_table=jnp.asarray([[2, 0, 3, 1]]),
         status=jnp.asarray([int(Status.DECODE)]),
     )
-    grow = jax.jit(lambda state: propose(tiny(), state, topk=TOPK, num_steps=STEPS, lineage=lineage)[1])
+    grow = jax.jit(lambda state: propose(LanguageModel(tiny(), 128), state, topk=TOPK, num_steps=STEPS, lineage=lineage)[1])
     return jax.tree.map(lambda x: np.asarray(x)[0], grow(state))
 
 

@@ -1,0 +1,233 @@
+"""Draft heads: small networks that read the target's hidden states and predict the token after the next.
+
+Row i pairs what the target computed at token i with token i + 1, and predicts token i + 2; a level of a draft tree
+feeds a head its own output instead. Sources: arXiv:2401.15077 (EAGLE), arXiv:2406.16858 (EAGLE-2, the same network),
+arXiv:2503.01840 (EAGLE-3), arXiv:2412.19437, section 2.2 (MTP).
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jattn.cache import Cache
+from jattn.models.config import ModelConfig
+from jattn.models.decoder import Attention, Block, Decoder, Spec, apply_block, new_cache
+from jattn.models.latent import Form
+from jattn.models.layers import Linear, RMSNorm, project
+from jattn.models.mlp import MLP
+from jattn.plan import Plan
+from jattn.resolve import Choice
+
+
+class Body(Protocol):
+    """The network of a head, between the embedding and the vocabulary."""
+
+    config: ModelConfig
+
+    def __call__(self, embedded: jax.Array, features: jax.Array, cache: Cache, plan: Plan, /) -> tuple[jax.Array, Cache]:
+        """[rows, d] each -> hidden states [rows, d], the features of the next level."""
+        ...
+
+    def features(self, hidden: jax.Array, /) -> jax.Array:
+        """What the target's states [..., width] become."""
+        ...
+
+    def readout(self, hidden: jax.Array, /) -> jax.Array:
+        """Hidden states -> what the rows of the vocabulary are multiplied with, [rows, d]."""
+        ...
+
+    def new_cache(self, *, num_pages: int, page_size: int, dtype=None) -> Cache:
+        """An empty cache of the head's layers."""
+        ...
+
+
+class Eagle(nnx.Module):
+    """layers(fc([embedding, features])), the features being the target's final hidden states.
+
+    The first layer has no norm before its attention, and nothing is normed behind the last.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: Spec,
+        choice: Choice,
+        *,
+        rngs: nnx.Rngs,
+        dtype=jnp.float32,
+        weight_first: bool = False,
+        bias: bool = False,
+    ):
+        kwargs: dict[str, Any] = dict(rngs=rngs, dtype=dtype, weight_first=weight_first)
+        self.config, self.spec = config, spec
+        self.fc = Linear(2 * config.d_model, config.d_model, bias=bias, **kwargs)
+        self.layers = nnx.List(
+            [
+                Block(config, spec, choice, experts=config.has_experts(layer), normed=layer > 0, **kwargs)
+                for layer in range(config.num_layers)
+            ]
+        )
+
+    def __call__(self, embedded, features, cache, plan, /):
+        """As `Body`."""
+        x = self.fc(jnp.concatenate([embedded, features], axis=-1))
+        phases = self.config.rope(0).phases(plan.positions, self.config.rope_dim)
+        for layer, block in enumerate(self.layers):
+            x, cache = apply_block(*nnx.split(block), x, phases, cache, plan, jnp.int32(layer), Form())
+        return x, cache
+
+    def features(self, hidden, /):
+        """They are as they come."""
+        return hidden
+
+    def readout(self, hidden, /):
+        """It is as it comes."""
+        return hidden
+
+    def new_cache(self, *, num_pages, page_size, dtype=None):
+        """As `Body`."""
+        return new_cache(
+            self.spec, num_layers=self.config.num_layers, num_pages=num_pages, page_size=page_size, dtype=dtype
+        )
+
+
+class Eagle3(nnx.Module):
+    """One layer whose attention reads [norm(embedding), norm(features)], added to the features.
+
+    The features are fc([streams behind some of the target's layers]), or a level above the head's own output.
+
+    Args: config: of the head's layer. feature_dim: width of the streams together.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: Spec,
+        choice: Choice,
+        *,
+        feature_dim: int,
+        rngs: nnx.Rngs,
+        dtype=jnp.float32,
+        weight_first: bool = False,
+    ):
+        def norm() -> RMSNorm:
+            return RMSNorm(config.d_model, config.rms_eps, dtype, wide=config.wide_norms)
+
+        kwargs: dict[str, Any] = dict(rngs=rngs, dtype=dtype, weight_first=weight_first)
+        self.config, self.spec = config, spec
+        self.fc = Linear(feature_dim, config.d_model, **kwargs)
+        self.token_norm, self.hidden_norm = norm(), norm()
+        self.attn = Attention(config, spec, choice, in_dim=2 * config.d_model, **kwargs)
+        self.mlp_norm, self.mlp = norm(), MLP(config, **kwargs)
+        self.final_norm = norm()
+
+    def __call__(self, embedded, features, cache, plan, /):
+        """As `Body`."""
+        both = jnp.concatenate([self.token_norm(embedded), self.hidden_norm(features)], axis=-1)
+        phases = self.config.rope(0).phases(plan.positions, self.config.rope_dim)
+        attended, cache = self.attn(both, phases, cache, plan, jnp.int32(0), Form())
+        x = features + attended
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+    def features(self, hidden, /):
+        """As `Body`."""
+        flat = self.fc(hidden.reshape(-1, hidden.shape[-1]))
+        return flat.reshape(*hidden.shape[:-1], flat.shape[-1])
+
+    def readout(self, hidden, /):
+        """As `Body`."""
+        return self.final_norm(hidden)
+
+    def new_cache(self, *, num_pages, page_size, dtype=None):
+        """As `Body`."""
+        return new_cache(self.spec, num_layers=1, num_pages=num_pages, page_size=page_size, dtype=dtype)
+
+
+class DraftHead(nnx.Module):
+    """A head as a drafter, over the target's embedding and its own or the target's rows of the vocabulary.
+
+    Args:
+      rows: [n, d_model], of the tokens that it can draft; None shares the target's, all or those of `token_ids`.
+      token_ids: i32[n], their ids; None where they are the whole vocabulary. A subset saves most of a draft's cost:
+        rows of rare tokens would be read and never win.
+      embed: [vocab, d_model]; None shares the target's parameter. taps: layers of the target behind which its stream is
+        read, together the features; () for its final hidden states.
+    """
+
+    ahead = 1
+
+    def __init__(
+        self,
+        body: Body,
+        target: Decoder,
+        *,
+        rows: jax.Array | None = None,
+        token_ids: jax.Array | None = None,
+        embed: jax.Array | None = None,
+        taps: tuple[int, ...] = (),
+    ):
+        config, layers = target.config, target.config.num_layers
+        if not all(0 <= tap <= layers for tap in taps):
+            raise ValueError(f"taps={taps} of a target of {layers} layers: want 0 to {layers} each")
+        self.body, self.taps, self.feature_dim = body, taps, len(taps) * config.d_model
+        self.embed = target.embed if embed is None else nnx.Param(embed)
+        self.embed_scale, self.weight_first = config.embed_scale, target.weight_first
+        held = target.embed if config.tied_embeddings else target.lm_head.weight
+        if rows is not None:
+            self.rows = nnx.Param(rows)
+        else:
+            self.rows = held if token_ids is None else nnx.Param(held[...][jnp.asarray(token_ids)])
+        self.ids = None if token_ids is None else nnx.Variable(jnp.asarray(token_ids, jnp.int32))
+        self.vocab_size = config.vocab_size
+        wants = (config.vocab_size if token_ids is None else len(token_ids), body.config.d_model)
+        if self.rows.shape != wants or self.embed.shape != (config.vocab_size, body.config.d_model):
+            raise ValueError(
+                f"rows{list(self.rows.shape)}, embed{list(self.embed.shape)} of a head of width {body.config.d_model} "
+                f"that drafts {wants[0]} of {config.vocab_size} tokens: want rows{list(wants)} and "
+                f"embed{[config.vocab_size, body.config.d_model]}"
+            )
+
+    def __call__(self, tokens, features, cache, plan, /):
+        """As `combinators.model_drafts.Drafter`."""
+        embedded, scale = self.embed[...][tokens], self.embed_scale
+        embedded = embedded if scale is None else embedded * jnp.asarray(scale, embedded.dtype)
+        return self.body(embedded, features, cache, plan)
+
+    def logits(self, hidden: jax.Array, /) -> jax.Array:
+        """[rows, d_model] -> f32[rows, n]."""
+        read = self.body.readout(hidden)
+        return project(read, self.rows[...], weight_first=self.weight_first, out_dtype=jnp.float32)
+
+    def features(self, hidden: jax.Array, /) -> jax.Array:
+        """Of the target's hidden states, or of its streams: [..., width] -> [..., d_model]."""
+        return self.body.features(hidden[..., -self.feature_dim :] if self.taps else hidden)
+
+    def token_ids(self) -> jax.Array | None:
+        """i32[n], or None."""
+        return None if self.ids is None else self.ids[...]
+
+    def new_cache(self, *, num_pages: int, page_size: int, dtype=None) -> Cache:
+        """An empty cache of the head's layers."""
+        return self.body.new_cache(num_pages=num_pages, page_size=page_size, dtype=dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WithStreams:
+    """A decoder whose hidden states carry the streams behind `taps` layers at their end."""
+
+    model: Decoder
+    taps: tuple[int, ...]
+
+    def __call__[C: Cache](
+        self, tokens: jax.Array, cache: C, plan: Plan, form: Form | None = None, /
+    ) -> tuple[jax.Array, C]:
+        """i32[rows] -> [rows, d_model * (1 + taps)], and the cache."""
+        hidden, cache, streams = self.model.tapped(tokens, cache, plan, form, taps=self.taps)
+        return jnp.concatenate([hidden, *streams], axis=-1), cache
+
+    def logits(self, hidden: jax.Array, /) -> jax.Array:
+        """[rows, d_model * (1 + taps)] -> f32[rows, vocab_size]."""
+        return self.model.logits(hidden[:, : self.model.config.d_model])
