@@ -192,9 +192,12 @@ class DraftHead(nnx.Module):
 
     def __call__(self, tokens, features, cache, plan, /):
         """As `combinators.model_drafts.Drafter`."""
-        embedded, scale = self.embed[...][tokens], self.embed_scale
-        embedded = embedded if scale is None else embedded * jnp.asarray(scale, embedded.dtype)
-        return self.body(embedded, features, cache, plan)
+        return self.body(self.embedded(tokens), features, cache, plan)
+
+    def embedded(self, tokens: jax.Array) -> jax.Array:
+        """tokens i32[rows] -> what the head reads of them, [rows, d_model]."""
+        x, scale = self.embed[...][tokens], self.embed_scale
+        return x if scale is None else x * jnp.asarray(scale, x.dtype)
 
     def logits(self, hidden: jax.Array, /) -> jax.Array:
         """[rows, d_model] -> f32[rows, n]."""
