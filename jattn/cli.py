@@ -49,11 +49,17 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 # Option -> (type, help). Names are the fields of Options; a default of None there is said to be chosen.
 _FIELDS: dict[str, tuple[type, str]] = {
     "model": (str, "GGUF file, Hugging Face folder, or a name of the model table"),
-    "draft": (str, "none, ngram (from the text so far) or standalone (from a draft model)"),
-    "num_steps": (int, "drafts a round, at most; the depth of a tree (default: 15, with a draft model 3)"),
+    "draft": (
+        str,
+        "none, ngram (the text so far), standalone (a draft model), eagle (a draft head) or nextn (the model's MTP)",
+    ),
+    "num_steps": (int, "drafts a round, at most; the depth of a tree (default: ngram 15, eagle 5, else 3)"),
     "topk": (int, "continuations of a draft tree, 1 to 8; 1 drafts a chain"),
     "num_draft_tokens": (int, "nodes of a draft tree, the newest token included"),
-    "draft_model": (str, "draft model, as --model, of the same vocabulary (default: the model itself)"),
+    "draft_model": (
+        str,
+        "draft model, as --model (default: the model itself); with --draft eagle the folder of a head",
+    ),
     "draft_layers": (int, "first layers of the draft model that draft (default: all)"),
     "temperature": (float, "0 is greedy"),
     "top_p": (float, "smallest leading set of tokens reaching this probability"),

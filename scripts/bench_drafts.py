@@ -29,9 +29,9 @@ from flax import nnx
 from jattn.combinators.accept import append, finish
 from jattn.combinators.budget import accept_chance
 from jattn.combinators.costs import Variant
+from jattn.combinators.model_drafts import LanguageModel, Lineage, propose
 from jattn.combinators.ngram import find_many, ngram_tree
 from jattn.combinators.round import to_the_front
-from jattn.combinators.model_drafts import LanguageModel, Lineage, propose
 from jattn.combinators.tree import link, prune_ranked, walk
 from jattn.combinators.verify import verify_tree
 from jattn.loaders.chat import render_chat
@@ -182,13 +182,19 @@ def _stages(engine: Engine, model, drafter, arm: Arm, request: Request, repeats:
             chance = jax.vmap(accept_chance, in_axes=(None, 1), out_axes=1)(state.draft, found.match_len)
             tree = ngram_tree(found, state.newest, chance, num_nodes=arm.num_nodes).tree
         else:
-            made, candidates, _ = propose(LanguageModel(models[1], models[1].config.vocab_size), state, topk=arm.topk, num_steps=arm.num_steps, lineage=arm.lineage)
+            made, candidates, _ = propose(
+                LanguageModel(models[1], models[1].config.vocab_size),
+                state,
+                topk=arm.topk,
+                num_steps=arm.num_steps,
+                lineage=arm.lineage,
+            )
             state = dataclasses.replace(state, draft=made)
             tree, _ = prune_ranked(candidates, state.newest, num_nodes=arm.num_nodes)
         return state, tree, link(tree).bits
 
     def verify(models, state, tree, bits):
-        cache, chosen = verify_tree(
+        cache, chosen, _ = verify_tree(
             models[0], state, tree, bits, rows=shape.rows, max_q_len=shape.max_q_len, sampler=GREEDY
         )
         return dataclasses.replace(state, cache=cache), chosen.tokens

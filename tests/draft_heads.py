@@ -1,6 +1,5 @@
 """Draft heads with random weights over the tiny model."""
 
-
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -10,6 +9,7 @@ from jattn.models.decoder import Decoder
 from jattn.models.draft_head import DraftHead, Eagle, Eagle3
 from jattn.models.next_token import NextToken
 from jattn.resolve import resolve
+from jattn.spec import AttnSpec
 
 TAPS = (0, 2, 3)
 KINDS = ("eagle", "eagle3", "mtp")
@@ -35,6 +35,7 @@ def draft_head(target: Decoder, kind: str, *, num_ids: int | None = None, seed: 
     """A random head; `num_ids` tokens, drawn, are its vocabulary."""
     config = head_config(target.config, 2 if kind == "eagle" else 1)
     spec = config.attn_spec(None)
+    assert isinstance(spec, AttnSpec)
     choice = resolve(spec, "native", "cpu")
     rngs = nnx.Rngs(seed)
     if kind == "eagle":

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 # Units of jattn from the bottom up: a unit may import those before it, and itself.
 UNITS: Sequence[str] = (
     "features modes spec plan cache platforms kernel_sets backends dispatch resolve attend draft sampling combinators "
-    "models loaders serving explain console cli"
+    "models training loaders serving explain console cli"
 ).split()
 KERNEL_LIBRARIES = {"jax", "numpy"}
 CORE_LIBRARIES = KERNEL_LIBRARIES | {"flax"}  # what is installed without extras

@@ -25,8 +25,15 @@ Lineage = Literal["parent", "slot"]
 class Drafter(Protocol):
     """A model that drafts. Row i of its cache reads token i + `ahead`; with ahead 1, beside the features of row i."""
 
-    ahead: int  # 0: a language model; 1: a head on the target's hidden states
-    vocab_size: int  # of the target
+    @property
+    def ahead(self) -> int:
+        """0: a language model; 1: a head on the target's hidden states."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the target."""
+        ...
 
     def __call__(
         self, tokens: jax.Array, features: jax.Array | None, cache: Cache, plan: Plan, /

@@ -108,11 +108,18 @@ class HfModel:
             raise ModelFileError(f"{info.shard}: tensor {info.name!r} can no longer be read ({error})") from None
         return out
 
+    def integers(self, name: str) -> np.ndarray:
+        """One tensor of whole numbers, i64. Raises ModelFileError if it is none, or its shard cannot be read."""
+        info = self.tensors[name]
+        if info.dtype not in ("I64", "I32"):
+            raise ModelFileError(f"{info.shard}: tensor {name!r} is stored as {info.dtype}: want I64 or I32")
+        return self._read(info, np.int64)
+
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of tokenizer.json. Raises ModelFileError if there is none, or one of an unknown kind."""
         return read_tokenizer(
             self.path / "tokenizer.json",
-            _read_json(self.path / "tokenizer.json"),
+            read_json(self.path / "tokenizer.json"),
             vocab_size=self.hparams.vocab_size,
             bos_id=self.hparams.bos_id,
             eos_ids=self.end_ids,
@@ -131,13 +138,13 @@ def read_folder(path: str | os.PathLike[str]) -> HfModel:
     """
     path = Path(path)
     model = read_without_tensors(path)
-    tensors, scales = _split_scales(_read_tensors(path))
+    tensors, scales = _split_scales(read_tensors(path))
     return dataclasses.replace(model, tensors=tensors, scales=scales)
 
 
 def read_without_tensors(path: Path, config_name: str = "config.json") -> HfModel:
     """Read the configs of a folder, with or without weights beside them. Raises ModelFileError as `read_folder`."""
-    config = _read_json(path / config_name)
+    config = read_json(path / config_name)
     try:
         arch, hparams = read_config(config)
     except ModelFileError as error:
@@ -154,7 +161,7 @@ def read_without_tensors(path: Path, config_name: str = "config.json") -> HfMode
 
 
 def _end_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    generation = _read_json(path / "generation_config.json", optional=True)
+    generation = read_json(path / "generation_config.json", optional=True)
     ends = [config.get("eos_token_id"), generation.get("eos_token_id")]
     return tuple(dict.fromkeys(i for value in ends for i in _ids(value)))
 
@@ -173,7 +180,8 @@ def _ids(value: Any) -> list[int]:
     return [i for i in (value if isinstance(value, list) else [value]) if type(i) is int]
 
 
-def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """The object of a JSON file; with `optional`, {} where there is none. Raises ModelFileError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -187,14 +195,15 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     return value
 
 
-def _read_tensors(path: Path) -> Mapping[str, StoredTensor]:
+def read_tensors(path: Path) -> Mapping[str, StoredTensor]:
+    """What the shards of a folder hold, by name. Raises ModelFileError."""
     if (path / _SINGLE).exists():
         return MappingProxyType(_read_shard(path / _SINGLE))
     if not (path / _INDEX).exists():
         raise ModelFileError(
             f"{path} has neither {_SINGLE} nor {_INDEX}: want safetensors; pickled weights are not read"
         )
-    weight_map = _read_json(path / _INDEX).get("weight_map")
+    weight_map = read_json(path / _INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) and Path(name).name == name for name in weight_map.values()
     ):
@@ -227,7 +236,7 @@ def _read_shard(path: Path) -> dict[str, StoredTensor]:
 
 def _chat_metadata(path: Path) -> Mapping[str, Any]:
     """The template and the tokens that it may print, as `render_chat` looks them up."""
-    config = _read_json(path / "tokenizer_config.json", optional=True)
+    config = read_json(path / "tokenizer_config.json", optional=True)
     template = config.get("chat_template")
     if isinstance(template, list):  # several, each with a name
         named = {row.get("name"): row.get("template") for row in template if isinstance(row, dict)}

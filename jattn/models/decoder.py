@@ -27,7 +27,15 @@ class Attention(nnx.Module):
     """Grouped-query attention through the door; q, k and v in one projection."""
 
     def __init__(
-        self, config: ModelConfig, spec: AttnSpec, choice: Choice, *, rngs, dtype, weight_first, in_dim: int | None = None
+        self,
+        config: ModelConfig,
+        spec: AttnSpec,
+        choice: Choice,
+        *,
+        rngs,
+        dtype,
+        weight_first,
+        in_dim: int | None = None,
     ):
         self.spec, self.choice = spec, choice
         v_head_dim = spec.v_head_dim or spec.head_dim

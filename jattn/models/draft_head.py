@@ -20,6 +20,7 @@ from jattn.models.layers import Linear, RMSNorm, project
 from jattn.models.mlp import MLP
 from jattn.plan import Plan
 from jattn.resolve import Choice
+from jattn.spec import AttnSpec
 
 
 class Body(Protocol):
@@ -27,7 +28,9 @@ class Body(Protocol):
 
     config: ModelConfig
 
-    def __call__(self, embedded: jax.Array, features: jax.Array, cache: Cache, plan: Plan, /) -> tuple[jax.Array, Cache]:
+    def __call__(
+        self, embedded: jax.Array, features: jax.Array, cache: Cache, plan: Plan, /
+    ) -> tuple[jax.Array, Cache]:
         """[rows, d] each -> hidden states [rows, d], the features of the next level."""
         ...
 
@@ -105,7 +108,7 @@ class Eagle3(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        spec: Spec,
+        spec: AttnSpec,
         choice: Choice,
         *,
         feature_dim: int,

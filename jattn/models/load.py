@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from flax import nnx
 
 from jattn.models.config import ModelConfig
 from jattn.models.decoder import Decoder
+from jattn.models.draft_head import Eagle, Eagle3
 from jattn.models.next_token import NextToken
 from jattn.resolve import Choice
 from jattn.spec import AttnSpec, MLASpec
@@ -86,6 +88,32 @@ def build_next(
     return _filled(model, _next_parts, arrays)
 
 
+def build_body(
+    kind: str,
+    config: ModelConfig,
+    spec: AttnSpec,
+    choice: Choice,
+    arrays: Iterable[tuple[str, np.ndarray]],
+    *,
+    feature_dim: int = 0,
+    bias: bool = False,
+    dtype=jnp.float32,
+    weight_first: bool = False,
+) -> Eagle | Eagle3:
+    """The network of a draft head, of `jattn.loaders.draft_heads`; otherwise as `build_decoder`.
+
+    Args: kind: "eagle", or "eagle3", which reads features of width `feature_dim`. bias: of EAGLE's `fc`.
+    """
+
+    def make() -> Eagle | Eagle3:
+        kwargs: dict[str, Any] = dict(rngs=nnx.Rngs(0), dtype=dtype, weight_first=weight_first)
+        if kind == "eagle":
+            return Eagle(config, spec, choice, bias=bias, **kwargs)
+        return Eagle3(config, spec, choice, feature_dim=feature_dim, **kwargs)
+
+    return _filled(nnx.eval_shape(make), _body_parts, arrays)
+
+
 def _filled[Model](model: Model, parts_of: Callable[[tuple], tuple[str, ...]], arrays) -> Model:
     graphdef, state = nnx.split(model)
     slots = dict(nnx.to_flat_state(state))
@@ -137,6 +165,14 @@ def _next_parts(path: tuple) -> tuple[str, ...]:
     if path[0] == "block":
         return tuple(f"block.{name}" for name in _LAYER[path[1:]])
     return (str(path[0]),)
+
+
+def _body_parts(path: tuple) -> tuple[str, ...]:
+    if path[0] == "layers":
+        return _parts(path)
+    if path[0] == "fc":
+        return ("fc",) if path[1] == "weight" else ("fc_bias",)
+    return _LAYER.get(path, (str(path[0]),))  # norms of its own are called as they are
 
 
 def _stack(names, held: dict[str, np.ndarray], slot, axis: int | None) -> jax.Array:

@@ -8,18 +8,21 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jattn.backends import BackendPolicy
+from jattn.loaders.draft_heads import HeadFile
 from jattn.loaders.hparams import HParams
 from jattn.loaders.models import locate
 from jattn.loaders.open import open_model
 from jattn.loaders.shape import ModelShape, read_shape
-from jattn.loaders.weights import ModelFile, OnTensor, load_arrays
+from jattn.loaders.weights import ModelFile, OnTensor, load_arrays, load_next_arrays
 from jattn.models.as_mla import as_mla_arrays, as_mla_config
 from jattn.models.config import ExpertsConfig, MLAConfig, ModelConfig
 from jattn.models.decoder import Decoder
-from jattn.models.load import build_decoder
+from jattn.models.draft_head import DraftHead
+from jattn.models.load import build_body, build_decoder, build_next
 from jattn.models.rope import FactorScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
 from jattn.platforms import Platform
 from jattn.resolve import resolve
+from jattn.spec import AttnSpec
 
 Source = ModelFile | ModelShape
 
@@ -61,6 +64,83 @@ def build_model(
         return Decoder(*layers, rngs=nnx.Rngs(seed), **kwargs)
     arrays = load_arrays(source, on_tensor=on_tensor)
     return build_decoder(*layers, as_mla_arrays(held, arrays) if as_mla else arrays, **kwargs)
+
+
+def build_head(
+    head: HeadFile,
+    target: Decoder,
+    *,
+    platform: Platform,
+    rules: BackendPolicy,
+    page_size: int,
+    topk: int | None = None,
+) -> DraftHead:
+    """A draft head of `target`, in its dtype, each layer with the kernels that `rules` choose.
+
+    Raises: ValueError, one sentence, where the head belongs to a target of another width, depth or vocabulary.
+    """
+    ours, hparams = target.config, head.hparams
+    for what, theirs, own in (
+        ("token embeddings", hparams.vocab_size, ours.vocab_size),
+        ("hidden features", head.target_dim, ours.d_model),
+    ):
+        if theirs != own:
+            raise ValueError(f"{head.path} is a head for {theirs} {what}, and the model has {own}: want its own head")
+    layers = ours.num_layers
+    taps = head.taps or ((2, layers // 2, layers - 3) if head.num_taps == 3 and layers >= 6 else None)
+    if head.num_taps and (taps is None or len(taps) != head.num_taps or max(taps) > layers):
+        raise ValueError(
+            f"{head.path} reads {head.num_taps} layers, {head.taps}, of a model of {layers}: want its own head, or "
+            "eagle_aux_hidden_state_layer_ids in its config.json"
+        )
+    config = config_of(hparams)
+    spec = config.attn_spec()
+    assert isinstance(spec, AttnSpec)
+    choice = resolve(spec, rules.name, platform, page_size=page_size, topk=topk)
+    dtype = target.embed.dtype
+    body = build_body(
+        head.kind,
+        config,
+        spec,
+        choice,
+        head.arrays(),
+        feature_dim=head.num_taps * head.target_dim,
+        bias=head.has_bias,
+        dtype=dtype,
+        weight_first=platform.is_cpu,
+    )
+    rows, ids = head.own("lm_head"), head.token_ids()
+    own_width = hparams.d_model != ours.d_model  # then the target's embedding does not fit
+    embed = head.own("embed_tokens") if own_width else None
+    if own_width and (rows is None or embed is None):
+        raise ValueError(
+            f"{head.path} is {hparams.d_model} wide and the model {ours.d_model}: want lm_head and embed_tokens in it"
+        )
+    return DraftHead(
+        body,
+        target,
+        rows=None if rows is None else jnp.asarray(rows, dtype),
+        token_ids=None if ids is None else jnp.asarray(ids, jnp.int32),
+        embed=None if embed is None else jnp.asarray(embed, dtype),
+        taps=taps if head.num_taps and taps else (),
+    )
+
+
+def build_next_head(source: ModelFile, target: Decoder) -> DraftHead:
+    """The layer behind the model's last that predicts a token further ahead (MTP, NextN), as its draft head.
+
+    Raises: ModelFileError where the model's file has none.
+    """
+    attn = target.layers[-1].attn
+    body = build_next(
+        target.config,
+        attn.spec,
+        attn.choice,
+        load_next_arrays(source),
+        dtype=target.embed.dtype,
+        weight_first=target.weight_first,
+    )
+    return DraftHead(body, target)
 
 
 _SCALINGS: dict[str, Callable[[dict], Scaling]] = {

@@ -6,29 +6,43 @@ import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jattn.backends import BackendPolicy, policy_named
 from jattn.combinators.tree import num_candidates
 from jattn.dispatch import AttnForwardMethod
+from jattn.loaders.draft_heads import read_head
+from jattn.loaders.shape import ModelShape
 from jattn.loaders.tokenizer import Tokenizer
 from jattn.models.config import ModelConfig
 from jattn.models.decoder import Decoder
+from jattn.models.draft_head import DraftHead
 from jattn.models.load import first_layers
 from jattn.platforms import Platform, detect, platform_named
 from jattn.sampling import SamplerConfig
-from jattn.serving.build import Source, build_model, open_source
+from jattn.serving.build import Source, build_head, build_model, build_next_head, open_source
 from jattn.serving.forms import FormOptions
 from jattn.serving.programs import check_width
 from jattn.serving.request import Request, TokenLogprob
 from jattn.spec import KV_DTYPES, check_page_size
 
-DRAFTS = ("none", "ngram", "standalone")
+DRAFTS = ("none", "ngram", "standalone", "eagle", "nextn")
+_OF_MODELS = ("standalone", "eagle", "nextn")
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_TOPK = 8
 _NUM_NODES = 16  # of a tree by default: on two CPU cores a step of 16 rows costs twice that of one
-_NUM_STEPS = {"standalone": 3}  # by default; a step of a draft model costs, one of an n-gram does not
+_NUM_STEPS = {
+    "standalone": 3,
+    "eagle": 5,
+    "nextn": 3,
+}  # by default; a step of a draft model costs, one of an n-gram does not
+_BELONGS = {
+    "draft_model": ("standalone", "eagle"),
+    "draft_layers": ("standalone",),
+    "rejection_sampling": _OF_MODELS,
+}
 _MAX_LOGPROBS = 20
 Progress = Callable[[str, int, int], None]  # what, done, total
 
@@ -39,10 +53,12 @@ class Options:
 
     Args:
       model: a GGUF file, a Hugging Face folder, or a name of the model table.
-      draft: "none", "ngram" (from the request's own text), or "standalone" (from a draft model). num_steps: drafts a
-      round, or the depth of a tree: 15, or 3 with a draft model.
+      draft: "none", "ngram" (from the request's own text), "standalone" (from a draft model), "eagle" (from a draft
+      head on the model's hidden states), or "nextn" (from the model's own layer for it). num_steps: drafts a round, or
+      the depth of a tree: 15, with a draft model or "nextn" 3, with "eagle" 5.
       topk: continuations of a draft tree; 1 drafts a chain. num_draft_tokens: its nodes, the newest token included.
-      draft_model: as `model`, with the same vocabulary; None is the model itself. draft_layers: its first layers only.
+      draft_model: as `model`, with the same vocabulary; None is the model itself. With "eagle" the folder of an EAGLE
+      or EAGLE-3 head. draft_layers: the draft model's first layers only.
       rejection_sampling: a draft model's chains are drawn as the request samples and accepted by rejection sampling,
       which takes more of them at a high temperature and keeps the distribution, but not the text of a seed.
       temperature ... seed: as in `Request`; request i uses seed + i. stop: texts that end the answer, cut from it.
@@ -140,7 +156,7 @@ class Options:
         """Nodes of a draft tree; None for a chain."""
         if self.topk == 1:
             return self.num_draft_tokens
-        most = 1 + (num_candidates(self.topk, self.drafts) if self.draft == "standalone" else self.topk * self.drafts)
+        most = 1 + (num_candidates(self.topk, self.drafts) if self.draft in _OF_MODELS else self.topk * self.drafts)
         return self.num_draft_tokens or min(_NUM_NODES, most)
 
     def form_options(self) -> FormOptions:
@@ -162,15 +178,15 @@ class Options:
                 f"topk={self.topk}, num_draft_tokens={self.num_draft_tokens} with draft 'none': leave them out"
             )
         check_width(
-            topk=self.topk, num_steps=self.drafts, num_nodes=self.num_nodes, standalone=self.draft == "standalone"
+            topk=self.topk, num_steps=self.drafts, num_nodes=self.num_nodes, standalone=self.draft in _OF_MODELS
         )
 
     def _check_draft_model(self) -> None:
-        if self.draft != "standalone":
-            given = [name for name in ("draft_model", "draft_layers", "rejection_sampling") if getattr(self, name)]
-            if given:
-                raise ValueError(f"{given[0]} with draft {self.draft!r}: it belongs to --draft standalone")
-            return
+        for name, kinds in _BELONGS.items():
+            if getattr(self, name) and self.draft not in kinds:
+                raise ValueError(f"{name} with draft {self.draft!r}: it belongs to --draft {' or '.join(kinds)}")
+        if self.draft == "eagle" and self.draft_model is None:
+            raise ValueError("draft 'eagle' needs the folder of a draft head for this model: give --draft-model")
         if self.draft_layers is not None and self.draft_layers < 1:
             raise ValueError(f"draft_layers={self.draft_layers}: want at least 1, or leave it out for all")
         if self.rejection_sampling and self.topk > 1:
@@ -246,7 +262,7 @@ class LoadedModel:
     page_size: int
     weight_bytes: int
     largest_bytes: int
-    drafter: Decoder | None = None
+    drafter: Decoder | DraftHead | None = None
 
 
 def load(options: Options, progress: Progress = lambda what, done, total: None) -> LoadedModel:
@@ -260,8 +276,18 @@ def load(options: Options, progress: Progress = lambda what, done, total: None) 
     page_size = options.page_size or _default_page_size(rules.legal_page_sizes(is_mla=is_mla))
     build = functools.partial(_build, options=options, rules=rules, platform=platform, page_size=page_size)
     tokenizer = source.tokenizer()
-    drafter = None
-    if options.draft == "standalone" and options.draft_model not in (None, options.model):
+    drafter: Decoder | DraftHead | None = None
+    if options.draft in ("eagle", "nextn"):
+        if isinstance(source, ModelShape):
+            raise ValueError(f"random_weights with draft {options.draft!r}: a head belongs to one model; leave it out")
+        head = read_head(options.draft_model) if options.draft_model else None
+        model = build(source, progress=progress)
+        if head is None:
+            drafter = build_next_head(source, model)
+        else:
+            place: dict[str, Any] = dict(platform=platform, rules=rules, page_size=page_size, topk=options.topk)
+            drafter = build_head(head, model, **place)
+    elif options.draft == "standalone" and options.draft_model not in (None, options.model):
         assert options.draft_model is not None
         draft_source = open_source(options.draft_model)
         check_same_vocabulary(tokenizer, draft_source.tokenizer())
@@ -270,7 +296,7 @@ def load(options: Options, progress: Progress = lambda what, done, total: None) 
     else:
         model = build(source, progress=progress)
         drafter = model if options.draft == "standalone" else None
-    if drafter is not None and options.draft_layers is not None:
+    if isinstance(drafter, Decoder) and options.draft_layers is not None:
         drafter = first_layers(drafter, options.draft_layers)
     sizes = [leaf.nbytes for leaf in {id(leaf): leaf for leaf in jax.tree.leaves((model, drafter))}.values()]
     return LoadedModel(

@@ -40,7 +40,9 @@ def unrolled_loss(head: DraftHead, batch: Batch, *, num_steps: int, decay: float
     Raises: TypeError for a head of another kind.
     """
     if not isinstance(head.body, Eagle3):
-        raise TypeError(f"a head with a {type(head.body).__name__} body: want Eagle3, the one trained over its own output")
+        raise TypeError(
+            f"a head with a {type(head.body).__name__} body: want Eagle3, the one trained over its own output"
+        )
     seqs, n = batch.tokens.shape
     keys: list[jax.Array] = []
     values: list[jax.Array] = []

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 from engines import quick_programs
+from head_files import write
 from tiny_gguf import Q, llama_parts
 
 import jattn
 from jattn.cli import main
+from jattn.loaders.open import open_model
 from jattn.platforms import PLATFORMS
 
 DATA = Path(__file__).parents[1] / "data"
@@ -29,6 +31,10 @@ def run(capsys, *argv):
     status = main(list(argv))
     out, err = capsys.readouterr()
     return status, out, err
+
+
+def vocab_size_of(model):
+    return open_model(model).hparams.vocab_size
 
 
 def rows(capsys, model, *argv):
@@ -103,6 +109,28 @@ def test_a_draft_model_drafts(capsys, model, draft):
         assert row["ids"] == plain["ids"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "draft"), [("eagle", []), ("eagle3", ["--topk", "2", "--num-steps", "3", "--num-draft-tokens", "6"])]
+)
+def test_a_draft_head_drafts(capsys, model, tmp_path, kind, draft):
+    head = write(tmp_path / "head", kind, vocab_size_of(model))
+    common = ["12 12", "--max-new-tokens", "12", "--ignore-eos"]
+    (row,) = rows(capsys, model, *common, "--draft", "eagle", "--draft-model", str(head), *draft)
+    (plain,) = rows(capsys, model, *common, "--draft", "none")
+    assert (row["draft"], row["ids"], row["compilations_while_serving"]) == ("eagle", plain["ids"], 0)
+
+
+def test_a_head_of_another_model_is_refused(capsys, model, tmp_path):
+    size = vocab_size_of(model)
+    for name, vocab, changes, says in (
+        ("vocabulary", size + 1, {}, f"a head for {size + 1} token embeddings, and the model has {size}"),
+        ("depth", size, dict(eagle_config={}), "reads 3 layers, None, of a model of 2"),
+    ):
+        head = write(tmp_path / name, "eagle3", vocab, **changes)
+        status, _, err = run(capsys, "generate", "--model", model, "x", "--draft", "eagle", "--draft-model", str(head))
+        assert status == 2 and says in err
+
+
 def test_text_streams_and_ends_with_one_line(capsys, model):
     status, out, _ = run(capsys, "generate", "--model", model, "12 12", "--max-new-tokens", "5", "--chat")
     assert status == 0
@@ -124,7 +152,10 @@ def test_narrow_caches_serve(capsys, model, kv_dtype):
         ([""], "prompt 0 is empty"),
         (["x", "--prompts", "y"], "want one of them"),
         (["--prompts", "/no/such/file"], "cannot read prompts"),
-        (["x", "--draft", "eagle"], "want one of none, ngram, standalone"),
+        (["x", "--draft", "medusa"], "want one of none, ngram, standalone, eagle, nextn"),
+        (["x", "--draft", "eagle"], "needs the folder of a draft head for this model: give --draft-model"),
+        (["x", "--draft", "eagle", "--draft-layers", "1"], "it belongs to --draft standalone"),
+        (["x", "--draft", "nextn"], "has 0 layers that predict further ahead"),
         (["x", "--draft-layers", "1"], "draft_layers with draft 'ngram'"),
         (["x", "--draft-model", "y"], "draft_model with draft 'ngram'"),
         (["x", "--rejection-sampling"], "rejection_sampling with draft 'ngram'"),

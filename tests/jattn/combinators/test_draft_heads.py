@@ -103,16 +103,16 @@ def test_candidates_are_those_of_the_head_run_over_each_path(kind):
             state.sampling, temperature=jnp.ones(1), accept_threshold_single=jnp.zeros(1)
         ),  # the first child is always right
     )
-    options = dict(sampler=SamplerConfig(thresholds=True))
+    sampler = SamplerConfig(thresholds=True)
     chunk = quick(
-        lambda state, q_lens: extend(target, state, q_lens, rows=4, report_width=1, drafter=head, **options)[0]
+        lambda state, q_lens: extend(target, state, q_lens, rows=4, report_width=1, drafter=head, sampler=sampler)[0]
     )
     for q_len in (3, 1, 3):  # the row at a chunk's end waits for the token behind it
         state = chunk(state, jnp.asarray([q_len]))
     grow = quick(lambda state: propose(head, state, topk=TOPK, num_steps=STEPS)[1])
     turn = quick(
         lambda state: model_round(
-            target, head, state, topk=TOPK, num_steps=STEPS, num_nodes=NODES, shapes=shapes, **options
+            target, head, state, topk=TOPK, num_steps=STEPS, num_nodes=NODES, shapes=shapes, sampler=sampler
         )
     )
     counts = []

@@ -51,7 +51,9 @@ def candidates(lineage):
         page_table=jnp.asarray([[2, 0, 3, 1]]),
         status=jnp.asarray([int(Status.DECODE)]),
     )
-    grow = jax.jit(lambda state: propose(LanguageModel(tiny(), 128), state, topk=TOPK, num_steps=STEPS, lineage=lineage)[1])
+    grow = jax.jit(
+        lambda state: propose(LanguageModel(tiny(), 128), state, topk=TOPK, num_steps=STEPS, lineage=lineage)[1]
+    )
     return jax.tree.map(lambda x: np.asarray(x)[0], grow(state))
 
 

@@ -28,7 +28,7 @@ def start(page_size: int, kv_dtype: str | None, nodes: int):
     def advance(params, state, tokens, parents, num_nodes):
         tree = DraftTree(tokens=tokens, parents=parents, num_nodes=num_nodes)
         model = nnx.merge(graphdef, params)
-        cache, targets = verify_tree(
+        cache, targets, _ = verify_tree(
             model, state, tree, link(tree).bits, rows=SEQS * nodes, max_q_len=nodes, sampler=SamplerConfig(random=False)
         )
         path, out, accepted = walk(tree, targets.tokens, max_depth=DEPTH)

@@ -11,8 +11,9 @@ import pytest
 
 from jattn import AttnSpec, PagedKV
 from jattn.combinators.costs import Variant
+from jattn.combinators.model_drafts import LanguageModel
 from jattn.combinators.ngram import NUM_CLASSES
-from jattn.combinators.round import decode_round, standalone_round
+from jattn.combinators.round import decode_round, model_round
 from jattn.combinators.state import DecodeState, Status
 from jattn.combinators.tree import DraftTree, walk
 from jattn.sampling import SamplerConfig
@@ -180,8 +181,15 @@ def rounds_of(config: SamplerConfig, topk: int, num_steps: int, num_nodes: int):
     def step(state):
         if num_steps == 0:
             return decode_round(TARGET, state, num_steps=0, shapes=shapes, sampler=config)
-        return standalone_round(
-            TARGET, DRAFTER, state, shapes=shapes, sampler=config, topk=topk, num_steps=num_steps, num_nodes=num_nodes
+        return model_round(
+            TARGET,
+            LanguageModel(DRAFTER, 3),
+            state,
+            shapes=shapes,
+            sampler=config,
+            topk=topk,
+            num_steps=num_steps,
+            num_nodes=num_nodes,
         )
 
     def counted(state, report):
