@@ -116,7 +116,7 @@ def model_round(
     )
     tried = jnp.max(jnp.where(jnp.arange(num_nodes - 1)[None] < done.take[:, None], depth, 0), axis=1)
     draft = budget.record(state.draft, kind, tried, done.accepted)
-    if done.features is not None:
+    if done.features is not None and state.draft.features is not None:
         kept = jnp.where(state.decoding[:, None, None], done.features, state.draft.features)
         draft = dataclasses.replace(draft, features=kept)
     return _settle(dataclasses.replace(state, draft=draft), done.targets, done.accepted, done.take, done.shape, shapes)

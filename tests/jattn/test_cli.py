@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines import quick_programs
@@ -122,10 +123,11 @@ def test_a_draft_head_drafts(capsys, model, tmp_path, kind, draft):
 
 def test_a_head_of_another_model_is_refused(capsys, model, tmp_path):
     size = vocab_size_of(model)
-    for name, vocab, changes, says in (
+    cases: tuple[tuple[str, int, dict[str, Any], str], ...] = (
         ("vocabulary", size + 1, {}, f"a head for {size + 1} token embeddings, and the model has {size}"),
         ("depth", size, dict(eagle_config={}), "reads 3 layers, None, of a model of 2"),
-    ):
+    )
+    for name, vocab, changes, says in cases:
         head = write(tmp_path / name, "eagle3", vocab, **changes)
         status, _, err = run(capsys, "generate", "--model", model, "x", "--draft", "eagle", "--draft-model", str(head))
         assert status == 2 and says in err
