@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 import pallas_kernels.merge_states.xla as merge_xla
-from jattn.cache import MLACache, PagedKV, RaggedKV
+from jattn.cache import MLACache, PagedKV, RaggedKV, rows_of
 from jattn.plan import Plan
 from jattn.resolve import Choice, NoBackendError
 from jattn.spec import AttnSpec, MLASpec
@@ -51,7 +51,7 @@ def write_attend[C: (PagedKV, MLACache)](
     >>> out.shape, lse.shape
     ((5, 4, 8), (5, 4))
     """
-    check_cache(cache, plan, spec)
+    check_cache(cache, plan, spec, choice)
     if isinstance(spec, MLASpec):
         _check_rows("latent", k, (plan.num_tokens, spec.kv_lora_rank))
         _check_rows("k_rope", v, (plan.num_tokens, spec.qk_rope_head_dim))
@@ -138,7 +138,8 @@ def attend(
     if isinstance(kv, RaggedKV):
         out, lse = _attend_ragged(q, kv, choice, common)
     else:
-        check_cache(kv, plan, spec)
+        check_cache(kv, plan, spec, choice)
+        rows = dict(kv_heads=spec.num_kv_heads, v_dim=spec.v_head_dim) if kv.v is None else {}
         out, lse = choice.function("attend")(
             q,
             kv.k,
@@ -149,6 +150,7 @@ def attend(
             k_scale=_scale(kv.k_scale, layer),
             v_scale=_scale(kv.v_scale, layer),
             **_bits(kv),
+            **rows,
             **common,
         )
     return _merged(out, lse, q.dtype, choice, sinks)
@@ -189,7 +191,7 @@ def _attend_latent(q, kv: MLACache, plan: Plan, layer, spec: MLASpec, choice: Ch
     if sinks is not None:
         raise ValueError("sinks are given but spec is an MLASpec: latent attention has none; leave them out")
     _check_rows("q", q, (plan.num_tokens, spec.num_q_heads, spec.latent_dims))
-    check_cache(kv, plan, spec)
+    check_cache(kv, plan, spec, choice)
     out, lse = choice.function("attend_latent")(
         q,
         kv.latent,
@@ -262,14 +264,27 @@ def _mixed(kv, spec: Spec) -> ValueError:
     )
 
 
-def check_cache(cache: Cache, plan: Plan, spec: Spec) -> None:
-    """Raise ValueError if a cache is not of this plan and this spec."""
+def _check_layout(cache: PagedKV, choice: Choice | None) -> None:
+    wanted = None if choice is None else choice.kv_layout
+    if choice is not None and (cache.v is None) != (wanted is not None):
+        raise ValueError(
+            f"cache has layout={cache.layout!r}, but {choice.row('attend').name} reads {wanted or 'token-major'} "
+            "pages: create it with layout=choice.kv_layout"
+        )
+
+
+def check_cache(cache: Cache, plan: Plan, spec: Spec, choice: Choice | None = None) -> None:
+    """Raise ValueError if a cache is not of this plan and this spec, or lies as the chosen kernels cannot read it."""
     if isinstance(cache, MLACache) and isinstance(spec, MLASpec):
         names, want = "(kv_lora_rank, qk_rope_head_dim)", (spec.kv_lora_rank, spec.qk_rope_head_dim)
         got = (want[0], latent_rows.width(cache.latent, want[0]) - want[0])
     elif isinstance(cache, PagedKV) and isinstance(spec, AttnSpec):
         names, want = "(kv_heads, head_dim, v_head_dim)", (spec.num_kv_heads, spec.head_dim, spec.v_head_dim)
-        got = (cache.k.shape[2], cache.k.shape[3], cache.v.shape[3])
+        _check_layout(cache, choice)
+        if cache.v is None:
+            names, want, got = "lanes", rows_of(spec).lanes, cache.k.shape[-1]
+        else:
+            got = (cache.k.shape[2], cache.k.shape[3], cache.v.shape[3])
     else:
         raise _mixed(cache, spec)
     if cache.page_size != plan.page_size:

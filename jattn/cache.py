@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from jattn.spec import KV_DTYPES, AttnSpec, MLASpec, check_page_size
-from pallas_kernels._common import latent_rows
+from pallas_kernels._common import latent_rows, tpu_rows
 from pallas_kernels.kv_write.move import move_rows
 
 _INT32_ROWS = 2**31 - 1
-_PLAIN = "token_major"
+_PLAIN, _ROWS = "token_major", "rows"
 _LATENT, _LATENT_FP8 = "latent_rope", "latent_e4m3_rope_bf16"
 _BITS = {"token_major_e4m3_bits": jnp.float8_e4m3fn, "token_major_e5m2_bits": jnp.float8_e5m2}
 """Layouts in which uint8 holds 8-bit floats: XLA:CPU, which has none, would convert the whole pool at each use."""
@@ -22,11 +22,12 @@ _BITS = {"token_major_e4m3_bits": jnp.float8_e4m3fn, "token_major_e5m2_bits": jn
 class PagedKV:
     """Paged keys and values of every layer, token-major. Carry it through jit with its buffers donated.
 
-    Scanning it in and out as xs/ys, or one array a layer, would copy the pool each step.
+    Scanning it in and out as xs/ys, or one array a layer, would copy the pool each step. In the layout "rows", which
+    the kernels of TPU want (`Choice.kv_layout`), `k` holds keys and values of a token side by side, and `v` is None.
     """
 
-    k: jax.Array  # [num_layers * num_pages, page_size, num_kv_heads, head_dim]
-    v: jax.Array  # [num_layers * num_pages, page_size, num_kv_heads, v_head_dim]
+    k: jax.Array  # [num_layers * num_pages, page_size, num_kv_heads, head_dim]; as rows [..., page_size, lanes]
+    v: jax.Array | None  # [num_layers * num_pages, page_size, num_kv_heads, v_head_dim]
     k_scale: jax.Array | None = None  # f32[num_layers], or f32[num_layers * num_pages, page_size, num_kv_heads]
     v_scale: jax.Array | None = None  # like k_scale; stored value = value / scale
     num_layers: int = dataclasses.field(metadata=dict(static=True))
@@ -50,7 +51,7 @@ class PagedKV:
         Args: dtype: used when `spec.kv_dtype` is None (default float32). k_scale, v_scale: per-tensor scales of a
           quantised cache; with `spec.kv_scales == "token"` scales are measured at each write instead.
           layout: None keeps 8-bit floats as their bits, in uint8; "token_major" keeps them as they are, for kernels
-          that want that (on a CPU each use then converts the whole pool).
+          that want that (on a CPU each use then converts the whole pool); "rows" is for kernels of TPU.
         Raises: ValueError if a size is out of range, if a row index would not fit int32, or for another layout.
 
         >>> spec = AttnSpec(num_q_heads=9, num_kv_heads=3, head_dim=64)
@@ -61,8 +62,10 @@ class PagedKV:
         stored = KV_DTYPES[spec.kv_dtype] if spec.kv_dtype else _unscaled(dtype or jnp.float32)
         default = next((name for name, kind in _BITS.items() if kind == stored), _PLAIN)
         layout = layout or default
-        if layout not in (_PLAIN, default):
-            raise ValueError(f"layout={layout!r} for {jnp.dtype(stored)}: want {_PLAIN!r}, or None for {default!r}")
+        if layout not in (_PLAIN, _ROWS, default):
+            raise ValueError(
+                f"layout={layout!r} for {jnp.dtype(stored)}: want {_PLAIN!r}, {_ROWS!r}, or None for {default!r}"
+            )
         held = jnp.uint8 if layout in _BITS else stored
         shape = (num_layers * num_pages, page_size, spec.num_kv_heads)
         scales = {}
@@ -70,6 +73,9 @@ class PagedKV:
             for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
                 token = spec.kv_scales == "token"
                 scales[name] = jnp.full(shape if token else (num_layers,), 1.0 if token else value, jnp.float32)
+        if layout == _ROWS:
+            lanes = rows_of(spec).lanes
+            return cls(k=jnp.zeros((*shape[:2], lanes), held), v=None, num_layers=num_layers, layout=layout, **scales)
         return cls(
             k=jnp.zeros((*shape, spec.head_dim), held),
             v=jnp.zeros((*shape, spec.v_head_dim), held),
@@ -110,6 +116,7 @@ class PagedKV:
           twice, and none that is written may be read by a later move.
         """
         names = ("k", "v", "k_scale", "v_scale") if self.token_scales else ("k", "v")
+        names = tuple(name for name in names if getattr(self, name) is not None)
         pools = tuple(getattr(self, name) for name in names)
         moved = move_rows(pools, from_slots, to_slots, num_pages=self.num_pages)
         return dataclasses.replace(self, **dict(zip(names, moved, strict=True)))
@@ -202,6 +209,11 @@ class MLACache:
 
 
 Cache = PagedKV | MLACache  # what a model's layers write
+
+
+def rows_of(spec: AttnSpec) -> tpu_rows.Row:
+    """How the layout "rows" holds a token of a layer."""
+    return tpu_rows.Row(kv_heads=spec.num_kv_heads, k_dim=spec.head_dim, v_dim=spec.v_head_dim or spec.head_dim)
 
 
 def _check_pool(num_layers: int, num_pages: int, page_size: int) -> None:

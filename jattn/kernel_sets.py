@@ -9,10 +9,13 @@ import functools
 from collections.abc import Callable
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.experimental.pallas.tpu as pltpu
 
 import pallas_kernels.attention.mosaic_gpu_sm90 as attention_sm90
+import pallas_kernels.attention.tpu as attention_tpu
 import pallas_kernels.attention.xla as attention_xla
 import pallas_kernels.kv_write.mosaic_gpu_sm90 as kv_write_sm90
+import pallas_kernels.kv_write.tpu as kv_write_tpu
 import pallas_kernels.kv_write.xla as kv_write_xla
 import pallas_kernels.merge_states.mosaic_gpu_sm90 as merge_sm90
 import pallas_kernels.merge_states.xla as merge_xla
@@ -29,7 +32,9 @@ class KernelRow:
     provides: frozenset[Feature]
     function: Callable | None = None  # None: declared
     ragged: Callable | None = None  # "attend" only: the same over packed keys
-    interpreted: Callable | None = None  # stands in on a CPU, where a Pallas kernel for a GPU cannot run
+    interpreted: Callable | None = None  # stands in on a CPU, where a Pallas kernel for another device cannot run
+    layout: str = "token_major"  # "attend" only: how it wants the cache to lie, as `PagedKV.create` names it
+    takes_device: bool = False  # whether sizes depend on the generation, so that it takes `device=` by platform name
 
     @property
     def name(self) -> str:
@@ -69,9 +74,18 @@ KERNELS: tuple[KernelRow, ...] = (
     KernelRow(set="gpu", op="attend", provides=_BASE | _MODEL | {Feature.TREE, Feature.FP8_KV}),
     KernelRow(set="gpu", op="write_kv", provides=_ALL_MHA),
     KernelRow(set="gpu", op="merge_states", provides=_ALL_MHA),
-    KernelRow(set="tpu", op="attend", provides=_BASE | _MODEL | {Feature.TREE, Feature.FP8_KV}),
-    KernelRow(set="tpu", op="write_kv", provides=_ALL_MHA),
-    KernelRow(set="tpu", op="merge_states", provides=_ALL_MHA),
+    KernelRow(
+        set="tpu",
+        op="attend",
+        provides=_BASE | _MODEL | {Feature.FULL, Feature.TREE, Feature.FP8_KV, Feature.INT8_KV},
+        function=attention_tpu.paged_attention,
+        ragged=attention_xla.ragged_attention,  # packed keys have no kernel of their own yet
+        interpreted=functools.partial(attention_tpu.paged_attention, interpret=pltpu.InterpretParams()),
+        layout="rows",
+        takes_device=True,
+    ),
+    KernelRow(set="tpu", op="write_kv", provides=_ALL_MHA - {Feature.TOKEN_SCALES}, function=kv_write_tpu.write_kv),
+    KernelRow(set="tpu", op="merge_states", provides=_ALL_MHA, function=merge_xla.merge_states),  # one fused pass
     KernelRow(
         set="xla",
         op="attend",

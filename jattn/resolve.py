@@ -40,7 +40,14 @@ class Choice:
         row = self.row(op)
         if row.function is None:
             raise NoBackendError(f"{row.name} is declared, not written yet: resolve without include_declared")
-        return row.interpreted if self.interpret and row.interpreted is not None else row.function
+        function = row.interpreted if self.interpret and row.interpreted is not None else row.function
+        return functools.partial(function, device=self.platform) if row.takes_device else function
+
+    @property
+    def kv_layout(self) -> str | None:
+        """What `PagedKV.create` takes as `layout`; None where the cache lies as it comes."""
+        layout = next((row.layout for row in self.rows if row.op == "attend"), "token_major")
+        return None if layout == "token_major" else layout
 
 
 def resolve(
@@ -53,6 +60,7 @@ def resolve(
     include_declared: bool = False,
     prefer: tuple[str, ...] = (),
     num_splits: int = 1,
+    interpret: bool = False,
 ) -> Choice:
     """Choose the kernels of a layer.
 
@@ -63,6 +71,8 @@ def resolve(
       include_declared: decide as if declared kernels existed: for tests of a platform that is not at hand.
       prefer: kernel sets to try first, as ("hopper",); the policy's and the platform's order follow.
       num_splits: split-KV parts, merged by the `merge_states` kernel.
+      interpret: run Pallas kernels in their interpreter, where the platform is not the device at hand; a CPU row always
+        does.
 
     Raises: NoBackendError naming the missing features; ValueError for an unknown name or a size the policy forbids.
 
@@ -74,7 +84,9 @@ def resolve(
     rules = policy_named(row.default_policy if policy is None else policy)
     check_policy(rules, spec, page_size=page_size, topk=topk)
     _check_asked(prefer, num_splits)
-    return _choose(rules.name, rules.kernel_preference, row, _asked(spec), include_declared, prefer, num_splits)
+    return _choose(
+        rules.name, rules.kernel_preference, row, _asked(spec), include_declared, prefer, num_splits, interpret
+    )
 
 
 def check_policy(rules: BackendPolicy, spec: AttnSpec | MLASpec, *, page_size: int | None, topk: int | None) -> None:
@@ -138,7 +150,7 @@ def _asked(spec: AttnSpec | MLASpec) -> tuple[tuple[str, frozenset[Feature]], ..
 
 
 @functools.cache  # reads static facts only, so it is safe while tracing
-def _choose(policy, preference, platform, asked, include_declared, prefer, num_splits) -> Choice:
+def _choose(policy, preference, platform, asked, include_declared, prefer, num_splits, interpret) -> Choice:
     preference = tuple(name for name in preference if name in platform.kernel_sets)  # a set runs where its rows do
     order = tuple(dict.fromkeys((*prefer, *preference, *platform.kernel_sets)))
     rows, skipped = [], []
@@ -156,7 +168,7 @@ def _choose(policy, preference, platform, asked, include_declared, prefer, num_s
         rows=tuple(rows),
         skipped=tuple(skipped),
         num_splits=num_splits,
-        interpret=platform.is_cpu,
+        interpret=platform.is_cpu or interpret,
     )
 
 

@@ -48,6 +48,7 @@ def poisoned(spec: AttnSpec, *, num_layers: int, num_pages: int, page_size: int,
     cache = PagedKV.create(spec, num_layers=num_layers, num_pages=num_pages, page_size=page_size, dtype=dtype, **scales)
     if cache.dtype == jnp.int8:
         return cache
+    assert cache.v is not None
     k, v = (np.full(x.shape, np.nan, cache.dtype).view(x.dtype) for x in (cache.k, cache.v))
     return dataclasses.replace(cache, k=jnp.asarray(k), v=jnp.asarray(v))
 

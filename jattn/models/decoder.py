@@ -119,6 +119,7 @@ class Decoder(nnx.Module):
         specs = spec if isinstance(spec, tuple) else (spec,) * config.num_layers
         choices = choice if isinstance(choice, tuple) else (choice,) * config.num_layers
         _check_specs(config, specs, choices)
+        self.kv_layout = choices[0].kv_layout
         self.config, self.spec, self.weight_first = config, specs[0], weight_first
         self.embed = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, config.d_model), dtype) * 0.02)
         kwargs: dict[str, Any] = dict(rngs=rngs, dtype=dtype, weight_first=weight_first)
@@ -169,9 +170,8 @@ class Decoder(nnx.Module):
 
     def new_cache(self, *, num_pages: int, page_size: int, dtype=None) -> Cache:
         """An empty cache of the kind that this model's layers write; dtype: where the spec names none."""
-        return new_cache(
-            self.spec, num_layers=self.config.num_layers, num_pages=num_pages, page_size=page_size, dtype=dtype
-        )
+        sizes: dict[str, Any] = dict(num_pages=num_pages, page_size=page_size, dtype=dtype)
+        return new_cache(self.spec, num_layers=self.config.num_layers, layout=self.kv_layout, **sizes)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [rows, d_model] -> f32[rows, vocab_size]."""
@@ -181,10 +181,17 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def new_cache(spec: Spec, *, num_layers: int, num_pages: int, page_size: int, dtype=None) -> Cache:
-    """An empty cache of the kind that layers with `spec` write; dtype: where the spec names none."""
+def new_cache(
+    spec: Spec, *, num_layers: int, num_pages: int, page_size: int, dtype=None, layout: str | None = None
+) -> Cache:
+    """An empty cache of the kind that layers with `spec` write; dtype: where the spec names none.
+
+    Args: layout: of keys and values, what the layers' kernels want (`Choice.kv_layout`).
+    """
     sizes: dict[str, Any] = dict(num_layers=num_layers, num_pages=num_pages, page_size=page_size, dtype=dtype)
-    return MLACache.create(spec, **sizes) if isinstance(spec, MLASpec) else PagedKV.create(spec, **sizes)
+    if isinstance(spec, MLASpec):
+        return MLACache.create(spec, **sizes)
+    return PagedKV.create(spec, layout=layout, **sizes)
 
 
 def _norm(config: ModelConfig, dim: int, dtype) -> RMSNorm:

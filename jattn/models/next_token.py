@@ -37,7 +37,7 @@ class NextToken(nnx.Module):
         def norm() -> RMSNorm:
             return RMSNorm(config.d_model, config.rms_eps, dtype, wide=config.wide_norms)
 
-        self.config, self.spec = config, spec
+        self.config, self.spec, self.kv_layout = config, spec, choice.kv_layout
         kwargs: dict[str, Any] = dict(rngs=rngs, dtype=dtype, weight_first=weight_first)
         self.token_norm, self.hidden_norm = norm(), norm()
         self.project = Linear(2 * config.d_model, config.d_model, **kwargs)
@@ -70,4 +70,5 @@ class NextToken(nnx.Module):
 
     def new_cache(self, *, num_pages: int, page_size: int, dtype=None) -> Cache:
         """An empty cache of this layer; dtype: where the spec names none."""
-        return new_cache(self.spec, num_layers=1, num_pages=num_pages, page_size=page_size, dtype=dtype)
+        sizes: dict[str, Any] = dict(num_pages=num_pages, page_size=page_size, dtype=dtype)
+        return new_cache(self.spec, num_layers=1, layout=self.kv_layout, **sizes)

@@ -26,7 +26,7 @@ _HOPPER = _evidence(gpu=_DECLARED, xla=_LOWERED) | {
     "hopper/write_kv": Evidence.MEASURED,
     "hopper/merge_states": _LOWERED,
 }
-_TPU = _evidence(tpu=_DECLARED, xla=_LOWERED)
+_TPU = _evidence(tpu=Evidence.COMPILED, xla=_LOWERED)
 _OTHER = _evidence(xla=_DECLARED)
 _CUDA = (13, 0)
 _KIB, _MIB = 1 << 10, 1 << 20

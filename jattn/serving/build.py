@@ -20,7 +20,7 @@ from jattn.models.decoder import Decoder
 from jattn.models.draft_head import DraftHead
 from jattn.models.load import build_body, build_decoder, build_next
 from jattn.models.rope import FactorScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
-from jattn.platforms import Platform
+from jattn.platforms import Platform, detect
 from jattn.resolve import resolve
 from jattn.spec import AttnSpec
 
@@ -55,7 +55,8 @@ def build_model(
     config = as_mla_config(held) if as_mla else held
     specs = config.attn_specs(kv_dtype)
     choices = {
-        spec: resolve(spec, rules.name, platform, page_size=page_size, topk=topk) for spec in dict.fromkeys(specs)
+        spec: resolve(spec, rules.name, platform, page_size=page_size, topk=topk, interpret=detect().is_cpu)
+        for spec in dict.fromkeys(specs)
     }
     layers = (config, specs, tuple(choices[spec] for spec in specs))
     dtype = dtype or ("float32" if platform.is_cpu else "bfloat16")

@@ -99,7 +99,7 @@ class Engine:
         graphdef, self._params = nnx.split((model,) if drafter is None else (model, drafter))
 
         pool: dict[str, Any] = dict(num_pages=num_pages, page_size=page_size, dtype=kv_dtype)
-        cache, draft_cache = new_cache(model.spec, num_layers=num_layers, **pool), None
+        cache, draft_cache = new_cache(model.spec, num_layers=num_layers, layout=model.kv_layout, **pool), None
         if drafter is not None:
             _check_vocabulary(model, drafter, topk)
             draft_cache = drafter.new_cache(**pool)

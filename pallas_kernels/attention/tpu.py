@@ -6,6 +6,7 @@ Source: arXiv:2205.14135, algorithm 1; arXiv:2309.06180 (paging); https://docs.j
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._common import ints, masks
 from pallas_kernels._common.masks import Rules, Tree
+from pallas_kernels._common.tpu_devices import device_named
 from pallas_kernels._common.tpu_rows import LANES, Row, round_up
 from pallas_kernels.attention import tpu_schedule as schedules
 from pallas_kernels.attention.tpu_config import Config, Facts, block_kv, fitting, heuristic, rows_of
 from pallas_kernels.attention.tpu_kernel import FIELDS, Refs, Static, program
 from pallas_kernels.attention.tpu_schedule import Items
 
-VMEM = 64 << 20  # bytes a program may use where no platform is named: what the smallest current generation has
+_VMEM_SHARE = 0.9  # of a core's vector memory: the compiler needs some for spills and for XLA's own
 
 
 def paged_attention(
@@ -49,8 +51,8 @@ def paged_attention(
     v_dim: int | None = None,
     num_splits: int = 1,
     config: Config | tuple[Config, ...] | None = None,
-    vmem: int = VMEM,
-    interpret=False,
+    device: str | None = None,
+    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of packed queries over pages that already hold their keys; see `pallas_kernels.attention.xla`.
 
@@ -59,7 +61,7 @@ def paged_attention(
       v_pages: None.
       kv_heads, v_dim: of the rows; None takes q's heads and q's width.
       config: sizes; None takes `heuristic`. With several, a request uses the first whose block_q holds its rows.
-      vmem: bytes of vector memory that a program may use.
+      device: the generation to choose sizes for, as `tpu_devices.DEVICES` names them; None: sizes that fit any.
     Returns, raises: as there; also ValueError for a dtype this kernel was not built for, or sizes that cannot fit.
     """
     tokens, q_heads, k_dim = q.shape
@@ -67,6 +69,8 @@ def paged_attention(
     _check(q, k_pages, v_pages, row, page_table, seq_lens, cu_q_lens, num_splits, sinks)
     rules = Rules(sm_scale=sm_scale, mask=mask, logit_soft_cap=logit_soft_cap, sliding_window=sliding_window)
     tree = masks.make_tree(rules, tokens, tree_bits, tree_starts, tree_kv_positions, q_positions)
+    chip = device_named(device)
+    vmem = int(chip.vmem_bytes * _VMEM_SHARE)
     out_dtype = q.dtype if num_splits == 1 else jnp.float32
     out = jnp.zeros((num_splits, tokens, q_heads, row.v_dim), out_dtype)
     lse = jnp.full((num_splits, tokens, q_heads), -jnp.inf, jnp.float32)
@@ -80,7 +84,7 @@ def paged_attention(
         words=0 if tree is None else tree.bits.shape[1] + 1,
     )
     if config is None:
-        configs = heuristic(facts, vmem=vmem)
+        configs = heuristic(facts, vmem=vmem, cores=chip.cores)
     else:
         given = config if isinstance(config, tuple) else (config,)
         configs = tuple(fitting(one, facts, vmem) for one in given)

@@ -61,11 +61,15 @@ def vmem_bytes(config: Config, facts: Facts) -> int:
     return kv + q + out + carry + bits + live + wider
 
 
-def heuristic(facts: Facts, *, vmem: int) -> tuple[Config, ...]:
+def heuristic(facts: Facts, *, vmem: int, cores: int = 1) -> tuple[Config, ...]:
     """Sizes for requests of up to `facts.max_q_len` rows; with several, a request uses the first that holds its rows.
 
-    Args: vmem: bytes of vector memory that a program may use.
+    Args: vmem: bytes of vector memory that a program may use. cores: TensorCores of a device.
     """
+    return tuple(dataclasses.replace(config, cores=cores) for config in _classes(facts, vmem))
+
+
+def _classes(facts: Facts, vmem: int) -> tuple[Config, ...]:
     if facts.max_q_len == 1:
         return (fitting(_decode(facts, 1), facts, vmem),)
     short = fitting(_decode(facts, min(round_up(facts.max_q_len, 8), 16)), facts, vmem)

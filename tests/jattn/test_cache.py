@@ -24,7 +24,7 @@ LATENT = MLASpec(num_q_heads=4, kv_lora_rank=32, qk_nope_head_dim=8, qk_rope_hea
 def test_all_layers_share_one_array_of_pages():
     cache = PagedKV.create(spec(), **SIZES)
     assert cache.k.shape == (15, 4, 2, 8)
-    assert cache.v.shape == (15, 4, 2, 6)
+    assert cache.v is not None and cache.v.shape == (15, 4, 2, 6)
     assert (cache.num_layers, cache.num_pages, cache.page_size) == (3, 5, 4)
     assert cache.k_scale is None and cache.v_scale is None and not cache.token_scales
     assert cache.nbytes == 15 * 4 * 2 * (8 + 6) * 4
@@ -35,13 +35,13 @@ def test_rows_are_stored_in_the_dtype_that_the_spec_names(kv_dtype):
     cache = PagedKV.create(spec(kv_dtype=kv_dtype), **SIZES, dtype=jnp.float16)  # the spec's name wins
     assert cache.dtype == KV_DTYPES[kv_dtype]
     held = jnp.uint8 if kv_dtype.startswith("fp8") else KV_DTYPES[kv_dtype]
-    assert cache.k.dtype == cache.v.dtype == held
+    assert cache.v is not None and cache.k.dtype == cache.v.dtype == held
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_a_kernel_may_want_8_bit_floats_as_they_are(kv_dtype):
     cache = PagedKV.create(spec(kv_dtype=kv_dtype), **SIZES, layout="token_major")
-    assert cache.dtype == cache.k.dtype == cache.v.dtype == KV_DTYPES[kv_dtype]
+    assert cache.v is not None and cache.dtype == cache.k.dtype == cache.v.dtype == KV_DTYPES[kv_dtype]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,91 @@
+"""A pytest plug-in that puts the TPU kernels behind every test of the door, interpreted on a CPU.
+
+    PYTHONPATH=. python -m pytest -p tests.pallas_kernels.on_tpu tests/jattn/test_attend_cases.py
+
+Where a test's arrays have a dtype that the kernels take, they answer in the place of plain JAX: the pools of keys and
+values are packed into rows before each call. With ON_TPU_RACES=1 memory is NaN before it is written, and a race fails
+the test.
+"""
+
+# Settings are passed on as mappings, which the checker cannot follow.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+import dataclasses
+import os
+
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+import jattn.kernel_sets
+from pallas_kernels._common import float8, tpu_rows
+from pallas_kernels.attention import tpu as attention
+from pallas_kernels.attention import xla as attention_xla
+from pallas_kernels.kv_write import tpu as kv_write
+from pallas_kernels.kv_write import xla as kv_write_xla
+
+SERVED: dict[str, list[bool]] = dict(attend=[], write_kv=[])
+RACES = bool(os.environ.get("ON_TPU_RACES"))
+INTERPRET = pltpu.InterpretParams(detect_races=RACES, uninitialized_memory="nan")
+_QUERIES = (jnp.bfloat16, jnp.float32)
+
+
+def paged_attention(q, k_pages, v_pages, *, kv_dtype=None, **more):
+    """As `pallas_kernels.attention.xla.paged_attention`."""
+    kind = float8.kind_of(k_pages, kv_dtype)
+    fits = q.dtype in _QUERIES and kind != jnp.float16 and k_pages.shape[0] > 0
+    SERVED["attend"].append(fits)
+    if not fits:
+        return attention_xla.paged_attention(q, k_pages, v_pages, kv_dtype=kv_dtype, **more)
+    rows = tpu_rows.pack(*(float8.to_stored(x, kind) for x in (k_pages, v_pages)))
+    heads, v_dim = k_pages.shape[2], v_pages.shape[3]
+    return attention.paged_attention(q, rows, None, kv_heads=heads, v_dim=v_dim, interpret=INTERPRET, **more)
+
+
+def write_kv(k_pages, v_pages, k, v, slots, *, kv_dtype=None, **more):
+    """As `pallas_kernels.kv_write.xla.write_kv`."""
+    kind = float8.kind_of(k_pages, kv_dtype)
+    fits = "k_scales" not in more and kind != jnp.float16
+    SERVED["write_kv"].append(fits)
+    if not fits:
+        return kv_write_xla.write_kv(k_pages, v_pages, k, v, slots, kv_dtype=kv_dtype, **more)
+    row = tpu_rows.Row(kv_heads=k.shape[1], k_dim=k.shape[2], v_dim=v.shape[2])
+    rows = tpu_rows.pack(*(float8.to_stored(x, kind) for x in (k_pages, v_pages)))
+    rows, _ = kv_write.write_kv(rows, None, k, v, slots, **more)
+    return tuple(float8.to_stored(x, k_pages.dtype) for x in tpu_rows.unpack(rows, row))
+
+
+def pytest_configure(config):
+    """Put the kernels in the rows of plain JAX, which the tests resolve."""
+    functions = dict(attend=paged_attention, write_kv=write_kv)
+    jattn.kernel_sets.KERNELS = tuple(
+        dataclasses.replace(row, function=functions[row.op]) if row.set == "xla" and row.op in functions else row
+        for row in jattn.kernel_sets.KERNELS
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Fail a test in which two accesses raced."""
+    result = yield
+    if RACES:
+        found = _races()
+        assert not found, f"{item.nodeid}: a race in the kernel"
+    return result
+
+
+def _races() -> bool:
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as machine
+
+    races = getattr(machine, "races", None)
+    return bool(getattr(races, "races_found", False))
+
+
+def pytest_sessionfinish():
+    """Append how many of the traced calls the kernels served to the file that ON_TPU_LOG names, if any."""
+    name = os.environ.get("ON_TPU_LOG")
+    if name and SERVED["attend"]:
+        with open(name, "a") as log:
+            log.write("".join(f"{op} {sum(served)} of {len(served)}\n" for op, served in SERVED.items()))
+
+
