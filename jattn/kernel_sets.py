@@ -18,6 +18,7 @@ import pallas_kernels.kv_write.mosaic_gpu_sm90 as kv_write_sm90
 import pallas_kernels.kv_write.tpu as kv_write_tpu
 import pallas_kernels.kv_write.xla as kv_write_xla
 import pallas_kernels.merge_states.mosaic_gpu_sm90 as merge_sm90
+import pallas_kernels.merge_states.tpu as merge_tpu
 import pallas_kernels.merge_states.xla as merge_xla
 import pallas_kernels.mla.xla as mla_xla
 from jattn.features import Feature
@@ -85,7 +86,13 @@ KERNELS: tuple[KernelRow, ...] = (
         takes_device=True,
     ),
     KernelRow(set="tpu", op="write_kv", provides=_ALL_MHA - {Feature.TOKEN_SCALES}, function=kv_write_tpu.write_kv),
-    KernelRow(set="tpu", op="merge_states", provides=_ALL_MHA, function=merge_xla.merge_states),  # one fused pass
+    KernelRow(
+        set="tpu",
+        op="merge_states",
+        provides=_ALL_MHA,
+        function=merge_tpu.merge_states,
+        interpreted=functools.partial(merge_tpu.merge_states, interpret=pltpu.InterpretParams()),
+    ),
     KernelRow(
         set="xla",
         op="attend",

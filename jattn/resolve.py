@@ -150,7 +150,7 @@ def _asked(spec: AttnSpec | MLASpec) -> tuple[tuple[str, frozenset[Feature]], ..
 
 
 @functools.cache  # reads static facts only, so it is safe while tracing
-def _choose(policy, preference, platform, asked, include_declared, prefer, num_splits, interpret) -> Choice:
+def _choose(policy, preference, platform, asked, include_declared, prefer, num_splits, interpret=False) -> Choice:
     preference = tuple(name for name in preference if name in platform.kernel_sets)  # a set runs where its rows do
     order = tuple(dict.fromkeys((*prefer, *preference, *platform.kernel_sets)))
     rows, skipped = [], []

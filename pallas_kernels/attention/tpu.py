@@ -52,6 +52,7 @@ def paged_attention(
     num_splits: int = 1,
     config: Config | tuple[Config, ...] | None = None,
     device: str | None = None,
+    vmem: int | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of packed queries over pages that already hold their keys; see `pallas_kernels.attention.xla`.
@@ -62,6 +63,7 @@ def paged_attention(
       kv_heads, v_dim: of the rows; None takes q's heads and q's width.
       config: sizes; None takes `heuristic`. With several, a request uses the first whose block_q holds its rows.
       device: the generation to choose sizes for, as `tpu_devices.DEVICES` names them; None: sizes that fit any.
+      vmem: bytes of vector memory that a program may use; None: most of what the device has.
     Returns, raises: as there; also ValueError for a dtype this kernel was not built for, or sizes that cannot fit.
     """
     tokens, q_heads, k_dim = q.shape
@@ -70,7 +72,7 @@ def paged_attention(
     rules = Rules(sm_scale=sm_scale, mask=mask, logit_soft_cap=logit_soft_cap, sliding_window=sliding_window)
     tree = masks.make_tree(rules, tokens, tree_bits, tree_starts, tree_kv_positions, q_positions)
     chip = device_named(device)
-    vmem = int(chip.vmem_bytes * _VMEM_SHARE)
+    vmem = int(chip.vmem_bytes * _VMEM_SHARE) if vmem is None else vmem
     out_dtype = q.dtype if num_splits == 1 else jnp.float32
     out = jnp.zeros((num_splits, tokens, q_heads, row.v_dim), out_dtype)
     lse = jnp.full((num_splits, tokens, q_heads), -jnp.inf, jnp.float32)

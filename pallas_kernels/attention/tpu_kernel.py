@@ -6,6 +6,7 @@ Source: arXiv:2205.14135, algorithm 1 (online softmax, here in base 2); arXiv:23
 # pyright: reportArgumentType=false
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ class Refs(NamedTuple):
     bits_vmem: Any  # vmem i32[2, block_q, lanes]
     places_vmem: Any  # vmem i32[2, 1, node_keys]
     top: Any  # vmem f32[tiles, rows, 128], every lane alike
-    total: Any
+    total: Any  # vmem f32[tiles, rows, 128], sums of each lane
     acc: Any  # vmem f32[tiles, rows, wide_v]
     out_vmem: Any  # vmem [2, tiles, rows, wide_v]
     lse_vmem: Any
@@ -399,15 +400,24 @@ def _fold(static: Static, refs: Refs, tile, slot, raw, seen):
     old = refs.top[tile]
     top = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
     safe = top if seen is None else jnp.where(top == -jnp.inf, 0.0, top)
-    weights = jnp.exp2(scores - safe[:, :1])
+    weights = jnp.exp2(scores - _wide(safe, scores.shape[1]))
     decay = jnp.exp2(old - safe)
-    total = refs.total[tile] * decay + jnp.sum(weights, axis=1, keepdims=True)
+    total = refs.total[tile] * decay + functools.reduce(jnp.add, _registers(weights))
     v = _window(static, refs, "v", tile, slot)
     dims = (((1,), (0,)), ((), ()))
     part = lax.dot_general(
         weights.astype(static.compute), v, dims, precision=static.precision, preferred_element_type=jnp.float32
     )
-    return top, total, refs.acc[tile] * decay[:, :1] + part
+    return top, total, refs.acc[tile] * _wide(decay, part.shape[1]) + part
+
+
+def _wide(x, lanes: int):
+    # [rows, 128], every lane alike, as [rows, lanes]: the same registers again, where a slice would be broadcast anew
+    return jnp.concatenate([x] * (lanes // LANES), axis=1) if lanes > LANES else x
+
+
+def _registers(x):
+    return [x[:, at : at + LANES] for at in range(0, x.shape[1], LANES)]
 
 
 def _for_rows(static: Static, seen):
@@ -420,7 +430,8 @@ def _for_rows(static: Static, seen):
 
 def _finish(static: Static, refs: Refs, place) -> None:
     def one(tile):
-        top, total = refs.top[tile], refs.total[tile]
+        top = refs.top[tile]
+        total = jnp.broadcast_to(jnp.sum(refs.total[tile], axis=1, keepdims=True), top.shape)
         seen = total > 0
         divisor = jnp.where(seen, total, 1.0)
         refs.lse_vmem[place, tile] = jnp.where(seen, (top + jnp.log2(divisor)) * (1 / LOG2E), -jnp.inf)
@@ -430,7 +441,7 @@ def _finish(static: Static, refs: Refs, place) -> None:
             high = jnp.maximum(top, sink)
             decay = jnp.where(seen, jnp.exp2(top - high), 0.0)
             scale = decay / (total * decay + jnp.exp2(sink - high))
-        out = refs.acc[tile] * (scale[:, :1] * refs.scales[1])
+        out = refs.acc[tile] * _wide(scale * refs.scales[1], refs.acc.shape[2])
         refs.out_vmem[place, tile] = out.astype(refs.out_vmem.dtype)
 
     if static.config.unroll_heads:

@@ -47,8 +47,8 @@ def test_a_kernel_may_want_8_bit_floats_as_they_are(kv_dtype):
 @pytest.mark.parametrize(
     ("kv_dtype", "layout", "rule"),
     [
-        ("fp8_e4m3", "token_major_e5m2_bits", "want 'token_major', or None for 'token_major_e4m3_bits'"),
-        ("int8", "heads_first", "want 'token_major', or None for 'token_major'"),
+        ("fp8_e4m3", "token_major_e5m2_bits", "want 'token_major', 'rows', or None for 'token_major_e4m3_bits'"),
+        ("int8", "heads_first", "want 'token_major', 'rows', or None for 'token_major'"),
     ],
 )
 def test_a_layout_that_the_dtype_does_not_have_is_refused(kv_dtype, layout, rule):

@@ -87,5 +87,3 @@ def pytest_sessionfinish():
     if name and SERVED["attend"]:
         with open(name, "a") as log:
             log.write("".join(f"{op} {sum(served)} of {len(served)}\n" for op, served in SERVED.items()))
-
-
