@@ -9,7 +9,7 @@ from jattn.cache import MLACache, PagedKV, RaggedKV, rows_of
 from jattn.plan import Plan
 from jattn.resolve import Choice, NoBackendError
 from jattn.spec import AttnSpec, MLASpec
-from pallas_kernels._common import latent_rows
+from pallas_kernels._common import latent_rows, tpu_rows
 
 type Spec = AttnSpec | MLASpec
 type Cache = PagedKV | MLACache
@@ -264,20 +264,31 @@ def _mixed(kv, spec: Spec) -> ValueError:
     )
 
 
-def _check_layout(cache: PagedKV, choice: Choice | None) -> None:
-    wanted = None if choice is None else choice.kv_layout
-    if choice is not None and (cache.v is None) != (wanted is not None):
+_OF_KERNELS = ("rows", "latent_rope_lanes")  # layouts that only some kernels read, and those no other
+
+
+def _check_layout(cache: Cache, choice: Choice | None) -> None:
+    if choice is None:
+        return
+    wanted, got = choice.kv_layout, cache.layout if cache.layout in _OF_KERNELS else None
+    if got != wanted:
+        row = choice.row("attend_latent" if isinstance(cache, MLACache) else "attend")
         raise ValueError(
-            f"cache has layout={cache.layout!r}, but {choice.row('attend').name} reads {wanted or 'token-major'} "
-            "pages: create it with layout=choice.kv_layout"
+            f"cache has layout={cache.layout!r}, but {row.name} reads {wanted or 'token-major'} pages: create it with "
+            "layout=choice.kv_layout"
         )
 
 
 def check_cache(cache: Cache, plan: Plan, spec: Spec, choice: Choice | None = None) -> None:
     """Raise ValueError if a cache is not of this plan and this spec, or lies as the chosen kernels cannot read it."""
     if isinstance(cache, MLACache) and isinstance(spec, MLASpec):
-        names, want = "(kv_lora_rank, qk_rope_head_dim)", (spec.kv_lora_rank, spec.qk_rope_head_dim)
-        got = (want[0], latent_rows.width(cache.latent, want[0]) - want[0])
+        _check_layout(cache, choice)
+        if cache.layout == "latent_rope_lanes":
+            names, want = "lanes", tpu_rows.round_up(spec.latent_dims, tpu_rows.LANES)
+            got = cache.latent.shape[-1]
+        else:
+            names, want = "(kv_lora_rank, qk_rope_head_dim)", (spec.kv_lora_rank, spec.qk_rope_head_dim)
+            got = (want[0], latent_rows.width(cache.latent, want[0]) - want[0])
     elif isinstance(cache, PagedKV) and isinstance(spec, AttnSpec):
         names, want = "(kv_heads, head_dim, v_head_dim)", (spec.num_kv_heads, spec.head_dim, spec.v_head_dim)
         _check_layout(cache, choice)

@@ -12,7 +12,7 @@ from pallas_kernels.kv_write.move import move_rows
 
 _INT32_ROWS = 2**31 - 1
 _PLAIN, _ROWS = "token_major", "rows"
-_LATENT, _LATENT_FP8 = "latent_rope", "latent_e4m3_rope_bf16"
+_LATENT, _LATENT_LANES, _LATENT_FP8 = "latent_rope", "latent_rope_lanes", "latent_e4m3_rope_bf16"
 _BITS = {"token_major_e4m3_bits": jnp.float8_e4m3fn, "token_major_e5m2_bits": jnp.float8_e5m2}
 """Layouts in which uint8 holds 8-bit floats: XLA:CPU, which has none, would convert the whole pool at each use."""
 
@@ -137,12 +137,14 @@ class RaggedKV:
 class MLACache:
     """Paged latents of every layer: one row a token holds the normed latent, then the rotated shared key.
 
-    Carry it through jit with its buffer donated, as `PagedKV`. Layouts: "latent_rope", float entries; and
+    Carry it through jit with its buffer donated, as `PagedKV`. Layouts: "latent_rope", float entries;
+    "latent_rope_lanes", the same and zeros up to a multiple of 128, which the kernels of TPU want (`Choice.kv_layout`:
+    a row that is no whole number of lanes would make XLA copy the pool before each call); and
     "latent_e4m3_rope_bf16", bytes: the latent as e4m3, an f32 scale for each 128 of it (the last group may be shorter),
     the key as bfloat16. For DeepSeek that is 512 fp8, 4 scales and 64 bfloat16, 656 bytes a token instead of 1152.
     """
 
-    latent: jax.Array  # [num_layers * num_pages, page_size, kv_lora_rank + qk_rope_head_dim], or u8[..., bytes]
+    latent: jax.Array  # [num_layers * num_pages, page_size, kv_lora_rank + qk_rope_head_dim | lanes], or u8[..., bytes]
     num_layers: int = dataclasses.field(metadata=dict(static=True))
     layout: str = dataclasses.field(default=_LATENT, metadata=dict(static=True))
 
@@ -155,12 +157,13 @@ class MLACache:
         num_pages: int,
         page_size: int,
         dtype: jax.typing.DTypeLike | None = None,
+        layout: str | None = None,
     ) -> Self:
         """An empty cache of `num_pages` pages a layer.
 
-        Args: dtype: used when `spec.kv_dtype` is None (default bfloat16).
+        Args: dtype: used when `spec.kv_dtype` is None (default bfloat16). layout: None, or "latent_rope_lanes".
         Raises: ValueError if a size is out of range, if a row index would not fit int32, or for a kv_dtype in which no
-          latent is stored.
+          latent is stored, or a layout that does not go with it.
 
         >>> spec = MLASpec(num_q_heads=2, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
         ...                kv_dtype="fp8_e4m3")
@@ -169,9 +172,17 @@ class MLACache:
         ((20, 16, 656), 'latent_e4m3_rope_bf16')
         """
         _check_pool(num_layers, num_pages, page_size)
-        layout, width, held = _LATENT, spec.latent_dims, KV_DTYPES[spec.kv_dtype] if spec.kv_dtype else None
-        if spec.kv_dtype == "fp8_e4m3":
-            layout, width = _LATENT_FP8, latent_rows.num_bytes(spec.kv_lora_rank, spec.qk_rope_head_dim)
+        width, held = spec.latent_dims, KV_DTYPES[spec.kv_dtype] if spec.kv_dtype else None
+        legal = (_LATENT_FP8,) if spec.kv_dtype == "fp8_e4m3" else (_LATENT, _LATENT_LANES)
+        layout = layout or legal[0]
+        if layout not in legal:
+            raise ValueError(
+                f"layout={layout!r} for kv_dtype={spec.kv_dtype!r}: want one of {', '.join(legal)}, or None"
+            )
+        if layout == _LATENT_LANES:
+            width = tpu_rows.round_up(width, tpu_rows.LANES)
+        if layout == _LATENT_FP8:
+            width = latent_rows.num_bytes(spec.kv_lora_rank, spec.qk_rope_head_dim)
             held = jnp.uint8
         elif held is not None and jnp.dtype(held).itemsize < 2:
             raise ValueError(

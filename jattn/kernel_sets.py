@@ -20,6 +20,7 @@ import pallas_kernels.kv_write.xla as kv_write_xla
 import pallas_kernels.merge_states.mosaic_gpu_sm90 as merge_sm90
 import pallas_kernels.merge_states.tpu as merge_tpu
 import pallas_kernels.merge_states.xla as merge_xla
+import pallas_kernels.mla.tpu as mla_tpu
 import pallas_kernels.mla.xla as mla_xla
 from jattn.features import Feature
 
@@ -34,7 +35,7 @@ class KernelRow:
     function: Callable | None = None  # None: declared
     ragged: Callable | None = None  # "attend" only: the same over packed keys
     interpreted: Callable | None = None  # stands in on a CPU, where a Pallas kernel for another device cannot run
-    layout: str = "token_major"  # "attend" only: how it wants the cache to lie, as `PagedKV.create` names it
+    layout: str = "token_major"  # "attend", "attend_latent": how the cache must lie, as the caches' `create` names it
     takes_device: bool = False  # whether sizes depend on the generation, so that it takes `device=` by platform name
 
     @property
@@ -93,6 +94,17 @@ KERNELS: tuple[KernelRow, ...] = (
         function=merge_tpu.merge_states,
         interpreted=functools.partial(merge_tpu.merge_states, interpret=pltpu.InterpretParams()),
     ),
+    KernelRow(
+        set="tpu",
+        op="attend_latent",
+        provides=_ALL_MLA - {Feature.FP8_KV},
+        function=mla_tpu.attend_latent,
+        interpreted=functools.partial(mla_tpu.attend_latent, interpret=pltpu.InterpretParams()),
+        layout="latent_rope_lanes",
+        takes_device=True,
+    ),
+    KernelRow(set="tpu", op="write_latent", provides=_ALL_MLA - {Feature.FP8_KV}, function=mla_tpu.write_latent),
+    KernelRow(set="tpu", op="gather_latent", provides=_ALL_MLA - {Feature.FP8_KV}, function=mla_tpu.gather_latent),
     KernelRow(
         set="xla",
         op="attend",

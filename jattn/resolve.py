@@ -45,8 +45,9 @@ class Choice:
 
     @property
     def kv_layout(self) -> str | None:
-        """What `PagedKV.create` takes as `layout`; None where the cache lies as it comes."""
-        layout = next((row.layout for row in self.rows if row.op == "attend"), "token_major")
+        """What `PagedKV.create` or `MLACache.create` takes as `layout`; None where the cache lies as it comes."""
+        layouts = {row.op: row.layout for row in self.rows}
+        layout = layouts.get("attend_latent", layouts.get("attend", "token_major"))
         return None if layout == "token_major" else layout
 
 

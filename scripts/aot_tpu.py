@@ -14,6 +14,7 @@ from pallas_kernels._common.tpu_rows import Row
 from pallas_kernels.attention import tpu as attention
 from pallas_kernels.attention.tpu_config import Config
 from pallas_kernels.merge_states import tpu as merge_states
+from pallas_kernels.mla import tpu as mla
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +84,58 @@ class Attention(_Case):
             sliding_window=self.window,
             logit_soft_cap=self.cap,
             config=self.config,
-            vmem=int(0.9 * generation.vmem_bytes),
+            device=f"tpu-{generation.name}",
         )
         return lambda arrays: attention.paged_attention(**arrays, **static), arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent(_Case):
+    """A call of the latent attention."""
+
+    heads: int = 128
+    seqs: int = 64
+    q_len: int = 1
+    kv_len: int = 4096
+    latent: int = 512
+    rope: int = 64
+    page: int = 64
+    dtype: str = "bfloat16"
+    mask: str = "causal"
+    splits: int = 1
+
+    def build(self, generation: Generation) -> tuple[Callable, dict]:
+        """The call, and the shapes of its arrays."""
+        tokens, room = self.seqs * self.q_len, -(-self.kv_len // self.page)
+        lanes = -(-(self.latent + self.rope) // 128) * 128
+
+        def shape(*sizes, dtype=self.dtype):
+            return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+        i32 = functools.partial(shape, dtype="int32")
+        arrays = dict(
+            q=shape(tokens, self.heads, self.latent + self.rope),
+            pages=shape(self.seqs * room, self.page, lanes),
+            page_table=i32(self.seqs, room),
+            seq_lens=i32(self.seqs),
+            cu_q_lens=i32(self.seqs + 1),
+        )
+        if self.mask == "tree":
+            arrays |= dict(
+                tree_bits=shape(tokens, -(-self.q_len // 32), dtype="uint32"),
+                tree_starts=i32(self.seqs),
+                tree_kv_positions=i32(self.seqs, self.q_len),
+                q_positions=i32(tokens),
+            )
+        static = dict(
+            latent_dim=self.latent,
+            max_q_len=self.q_len,
+            sm_scale=(128 + self.rope) ** -0.5,
+            mask=self.mask,
+            num_splits=self.splits,
+            device=f"tpu-{generation.name}",
+        )
+        return lambda arrays: mla.attend_latent(**arrays, **static), arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +172,12 @@ def _attention_cases() -> list[Attention]:
 
 KERNELS: dict[str, Callable[[], list]] = {
     "tpu/attend": _attention_cases,
+    "tpu/attend_latent": lambda: [
+        *(Latent(), Latent(heads=16), Latent(heads=20, latent=192, rope=192), Latent(heads=128, page=256)),
+        *(Latent(q_len=8), Latent(q_len=8, mask="tree"), Latent(heads=16, q_len=8, mask="tree"), Latent(splits=4)),
+        *(Latent(seqs=1, q_len=512, kv_len=8192), Latent(heads=8, page=16), Latent(heads=64, latent=256, rope=32)),
+        Latent(heads=16, dtype="float32"),
+    ],
     "tpu/merge_states": lambda: [
         *(Merge(), Merge(v_dim=64), Merge(v_dim=256), Merge(2, 64 * 128, 512), Merge(16, 24, 80), Merge(33, 130, 64)),
         *(Merge(2, 8192, 128, "bfloat16"), Merge(2, 5, 200, "bfloat16"), Merge(128, 64 * 32, 128)),

@@ -3,22 +3,26 @@
 # pyright: reportArgumentType=false, reportMissingImports=false
 
 import functools
+import math
 
 import tpu_rows
-from tpu_rows import Call, Heads, Row, i32, shape
+from tpu_rows import Call, Heads, Latents, Row, i32, shape
 from tpu_target import Generation
 
 from pallas_kernels._common import tpu_rows as pool_rows
+from pallas_kernels._common.tpu_devices import device_named
 from pallas_kernels.attention import tpu as attention
 from pallas_kernels.attention.tpu_config import Facts, heuristic
+from pallas_kernels.mla import tpu as mla
+from pallas_kernels.mla import tpu_config as mla_config
 
 
 def _attention(case: Heads, page: int, generation: Generation) -> Call:
-    vmem = int(0.9 * generation.vmem_bytes)
+    device = device_named(f"tpu-{generation.name}")
     row = pool_rows.Row(kv_heads=case.kv_heads, k_dim=case.dim, v_dim=case.dim)
     group = case.q_heads // case.kv_heads
     facts = Facts(row=row, group=group, max_q_len=case.q_len, page_size=page, kv_bytes=2, q_bytes=2)
-    config = heuristic(facts, vmem=vmem)[-1]
+    config = heuristic(facts, vmem=attention.vmem_of(device), cores=device.cores)[-1]
     room = case.kv_len // page
 
     def function(q, pool, table, seq_lens, cu_q_lens):
@@ -32,7 +36,7 @@ def _attention(case: Heads, page: int, generation: Generation) -> Call:
             sm_scale=case.dim**-0.5,
             kv_heads=case.kv_heads,
             config=config,
-            vmem=vmem,
+            device=device.name,
         )
 
     arrays = (
@@ -53,9 +57,50 @@ def _attention(case: Heads, page: int, generation: Generation) -> Call:
     return Call(function=function, arrays=arrays, inside="jattn_attention", trips=trips, cores=2, sizes=sizes)
 
 
+def _latent(case: Latents, page: int, generation: Generation) -> Call:
+    device = device_named(f"tpu-{generation.name}")
+    row = mla_config.row_of(num_heads=case.heads, latent_dim=case.latent, rope_dim=case.rope)
+    group = case.heads // row.kv_heads
+    facts = Facts(row=row, group=group, max_q_len=case.q_len, page_size=page, kv_bytes=2, q_bytes=2)
+    config = mla_config.heuristic(facts, vmem=attention.vmem_of(device), cores=device.cores)[-1]
+    room = case.kv_len // page
+
+    def function(q, pool, table, seq_lens, cu_q_lens):
+        return mla.attend_latent(
+            q,
+            pool,
+            latent_dim=case.latent,
+            page_table=table,
+            seq_lens=seq_lens,
+            cu_q_lens=cu_q_lens,
+            max_q_len=case.q_len,
+            sm_scale=(128 + case.rope) ** -0.5,
+            device=device.name,
+        )
+
+    arrays = (
+        shape(case.tokens, case.heads, case.latent + case.rope),
+        shape(case.seqs * room, page, row.lanes),
+        i32(case.seqs, room),
+        i32(case.seqs),
+        i32(case.seqs + 1),
+    )
+    tiles = row.kv_heads // config.heads
+    trips = (
+        case.seqs
+        * math.ceil(case.q_len / config.block_q)
+        * math.ceil(case.kv_len / (config.block_pages * page))
+        * tiles
+    )
+    sizes = f"{config.block_pages} pages of {page}, {config.block_q} queries of {config.heads * group} heads"
+    return Call(function=function, arrays=arrays, inside="jattn_attention", trips=trips, cores=2, sizes=sizes)
+
+
 def rows() -> list[Row]:
     """Every kernel on every work that it does."""
     found = []
     for case in (tpu_rows.DECODE, tpu_rows.PREFILL):
         found.append(Row(kernel="tpu/attend", work=case.work, call=functools.partial(_attention, case, 128)))
+    for case in (tpu_rows.MLA_DECODE, tpu_rows.MLA_DECODE_16, tpu_rows.MLA_VERIFY, tpu_rows.MLA_VERIFY_16):
+        found.append(Row(kernel="tpu/attend_latent", work=case.work, call=functools.partial(_latent, case, 64)))
     return found

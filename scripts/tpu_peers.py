@@ -130,7 +130,7 @@ def rows() -> list[Row]:
         found.append(Row(kernel="jax/ragged_paged_attention", work=case.work, call=jax_rpa))
         batched = functools.partial(_tokamax_rpa, case)
         found.append(Row(kernel="tokamax/batched_rpa", work=case.work, call=batched, needs="tokamax"))
-    for case in (tpu_rows.MLA_DECODE, tpu_rows.MLA_DECODE_16, tpu_rows.MLA_VERIFY):
+    for case in (tpu_rows.MLA_DECODE, tpu_rows.MLA_DECODE_16, tpu_rows.MLA_VERIFY, tpu_rows.MLA_VERIFY_16):
         latent = functools.partial(_tokamax_mla, case)
         found.append(Row(kernel="tokamax/mla_v2", work=case.work, call=latent, needs="tokamax"))
     return found

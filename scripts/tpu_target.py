@@ -14,7 +14,7 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class Compiler:
             raise ValueError(f"topology {generation.topology} is of {device.device_kind}: want {generation.kind}")
         self._sharding = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
         described = AbstractDevice(device_kind=generation.kind, num_cores=generation.cores, platform="tpu")
-        self._mesh = AbstractMesh((1,), ("x",), abstract_device=described)
+        self._mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=described)
 
     def described(self) -> contextlib.AbstractContextManager:
         """Within it `pltpu.get_tpu_info()` answers for this generation."""

@@ -190,7 +190,7 @@ def new_cache(
     """
     sizes: dict[str, Any] = dict(num_layers=num_layers, num_pages=num_pages, page_size=page_size, dtype=dtype)
     if isinstance(spec, MLASpec):
-        return MLACache.create(spec, **sizes)
+        return MLACache.create(spec, layout=layout, **sizes)
     return PagedKV.create(spec, layout=layout, **sizes)
 
 

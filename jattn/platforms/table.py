@@ -9,11 +9,11 @@ from jattn.platforms.lookup import named
 from jattn.platforms.platform import Evidence, Platform
 
 _OPS = ("attend", "write_kv", "merge_states")
-_MLA_OPS = ("attend_latent", "write_latent", "gather_latent")  # of the `xla` set only
+_MLA_OPS = ("attend_latent", "write_latent", "gather_latent")  # of the sets `tpu` and `xla`
 
 
 def _evidence(**levels: Evidence) -> dict[str, Evidence]:
-    ops = {kernel_set: _OPS + _MLA_OPS if kernel_set == "xla" else _OPS for kernel_set in levels}
+    ops = {kernel_set: _OPS + _MLA_OPS if kernel_set in ("tpu", "xla") else _OPS for kernel_set in levels}
     return {f"{kernel_set}/{op}": level for kernel_set, level in levels.items() for op in ops[kernel_set]}
 
 

@@ -19,11 +19,11 @@ def put_rows(
 
 
 def _scatter(pools, values, rows, held):
-    total = pools[0].shape[0] * pools[0].shape[1]
-    rows = jnp.where(held, rows, total)  # past the end: dropped
-    flat = [pool.reshape(-1, *pool.shape[2:]) for pool in pools]
-    put = [pool.at[rows].set(value, mode="drop") for pool, value in zip(flat, values, strict=True)]
-    return tuple(new.reshape(pool.shape) for new, pool in zip(put, pools, strict=True))
+    # By page and row: on a TPU a view of small pages as rows has other tiles, and would be a copy of the pool.
+    num_pages, page_size = pools[0].shape[:2]
+    page = jnp.where(held, ints.div(rows, page_size), num_pages)  # past the end: dropped
+    row = ints.rem(rows, page_size)
+    return tuple(pool.at[page, row].set(value, mode="drop") for pool, value in zip(pools, values, strict=True))
 
 
 def _put_in_turn(pools, values, rows, held):

@@ -53,6 +53,23 @@ class Row:
         return head * self.k_dim if side == "k" else self.kv_heads * self.k_dim + head * self.v_dim
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LatentRow(Row):
+    """The lanes of a latent row: the latent, then the rotated key; the value is the front of the key."""
+
+    kv_heads: int = 1
+
+    @property
+    def used(self) -> int:
+        return self.k_dim
+
+    def window(self, side: str, head: int, heads: int) -> tuple[int, int]:
+        return 0, round_up(self.k_dim if side == "k" else self.v_dim, LANES)
+
+    def offset(self, side: str, head: int) -> int:
+        return 0
+
+
 def pack(k: jax.Array, v: jax.Array) -> jax.Array:
     """[..., kv_heads, k_dim] and [..., kv_heads, v_dim] as rows [..., lanes].
 

@@ -15,8 +15,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._common import ints, masks
 from pallas_kernels._common.masks import Rules, Tree
-from pallas_kernels._common.tpu_devices import device_named
+from pallas_kernels._common.tpu_devices import Device, device_named
 from pallas_kernels._common.tpu_rows import LANES, Row, round_up
+from pallas_kernels.attention import tpu_ahead
 from pallas_kernels.attention import tpu_schedule as schedules
 from pallas_kernels.attention.tpu_config import Config, Facts, block_kv, fitting, heuristic, rows_of
 from pallas_kernels.attention.tpu_kernel import FIELDS, Refs, Static, program
@@ -49,6 +50,7 @@ def paged_attention(
     kv_dtype: jax.typing.DTypeLike | None = None,
     kv_heads: int | None = None,
     v_dim: int | None = None,
+    row: Row | None = None,
     num_splits: int = 1,
     config: Config | tuple[Config, ...] | None = None,
     device: str | None = None,
@@ -61,18 +63,19 @@ def paged_attention(
       k_pages: [pages_total, page_size, lanes], keys and values of all heads of a token side by side.
       v_pages: None.
       kv_heads, v_dim: of the rows; None takes q's heads and q's width.
+      row: what a row holds, where it is another kind (`tpu_rows.LatentRow`).
       config: sizes; None takes `heuristic`. With several, a request uses the first whose block_q holds its rows.
       device: the generation to choose sizes for, as `tpu_devices.DEVICES` names them; None: sizes that fit any.
       vmem: bytes of vector memory that a program may use; None: most of what the device has.
     Returns, raises: as there; also ValueError for a dtype this kernel was not built for, or sizes that cannot fit.
     """
     tokens, q_heads, k_dim = q.shape
-    row = Row(kv_heads=kv_heads or q_heads, k_dim=k_dim, v_dim=v_dim or k_dim)
+    row = row or Row(kv_heads=kv_heads or q_heads, k_dim=k_dim, v_dim=v_dim or k_dim)
     _check(q, k_pages, v_pages, row, page_table, seq_lens, cu_q_lens, num_splits, sinks)
     rules = Rules(sm_scale=sm_scale, mask=mask, logit_soft_cap=logit_soft_cap, sliding_window=sliding_window)
     tree = masks.make_tree(rules, tokens, tree_bits, tree_starts, tree_kv_positions, q_positions)
     chip = device_named(device)
-    vmem = int(chip.vmem_bytes * _VMEM_SHARE) if vmem is None else vmem
+    vmem = vmem_of(chip) if vmem is None else vmem
     out_dtype = q.dtype if num_splits == 1 else jnp.float32
     out = jnp.zeros((num_splits, tokens, q_heads, row.v_dim), out_dtype)
     lse = jnp.full((num_splits, tokens, q_heads), -jnp.inf, jnp.float32)
@@ -128,6 +131,11 @@ def paged_attention(
             lse = jnp.where(items.real[..., None], mine_lse, lse)
         shortest = one.block_q + 1
     return (out[0], lse[0]) if num_splits == 1 else (out, lse)
+
+
+def vmem_of(device: Device) -> int:
+    """Bytes of vector memory that a program may use."""
+    return int(device.vmem_bytes * _VMEM_SHARE)
 
 
 def _attend_class(
@@ -233,11 +241,11 @@ def _launch(static: Static, operands: dict, out_dtype, vmem: int, interpret):
         out=jax.ShapeDtypeStruct((num_items, tiles, rows, wide_v), out_dtype),
         lse=jax.ShapeDtypeStruct((num_items, tiles, rows, LANES), jnp.float32),
     )
-    carry = (tiles, rows, LANES)
+    carry, depth = (tiles, rows, LANES), tpu_ahead.DEPTH if config.parts > 1 else 2
     scratch = dict(
         table_smem=pltpu.SMEM((2, 1, static.table_chunk), jnp.int32),
-        kv=pltpu.VMEM((2, static.block_kv, row.lanes), operands["pool"].dtype),
-        q_vmem=pltpu.VMEM((2, tiles, rows, wide_k), static.compute),
+        kv=pltpu.VMEM((depth, static.block_kv, row.lanes), operands["pool"].dtype),
+        q_vmem=pltpu.VMEM((depth, tiles, rows, wide_k), static.compute),
         top=pltpu.VMEM(carry, jnp.float32),
         total=pltpu.VMEM(carry, jnp.float32),
         acc=pltpu.VMEM((tiles, rows, wide_v), jnp.float32),
@@ -246,12 +254,15 @@ def _launch(static: Static, operands: dict, out_dtype, vmem: int, interpret):
     )
     for name in ("bits", "places"):
         if name in operands:
-            scratch[f"{name}_vmem"] = pltpu.VMEM((2, *operands[name].shape[1:]), jnp.int32)
-    scratch |= {f"{name}_sem": pltpu.SemaphoreType.DMA((2,)) for name in ("table", "kv", "q", "bits", "out")}
+            scratch[f"{name}_vmem"] = pltpu.VMEM((depth, *operands[name].shape[1:]), jnp.int32)
+    if config.parts > 1:
+        scratch["raw"] = pltpu.VMEM((rows, static.block_kv // config.parts), jnp.float32)
+    scratch |= {f"{name}_sem": pltpu.SemaphoreType.DMA((depth,)) for name in ("table", "kv", "q", "bits", "out")}
     names = (*operands, *results, *scratch)
 
     def body(*refs):
-        program(static, Refs(**(dict.fromkeys(Refs._fields) | dict(zip(names, refs, strict=True)))))
+        run = tpu_ahead.program if config.parts > 1 else program
+        run(static, Refs(**(dict.fromkeys(Refs._fields) | dict(zip(names, refs, strict=True)))))
 
     return pl.pallas_call(
         body,

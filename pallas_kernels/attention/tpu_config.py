@@ -17,6 +17,7 @@ class Config:
     block_pages: int = 8  # pages a block, a power of two
     heads: int = 1  # KV heads whose queries share a product: rows of zeros keep them apart
     unroll_heads: bool = True  # products of all heads in one basic block, for the scheduler to interleave
+    parts: int = 1  # of the keys of a block; with several, scores are made a part ahead of their sums (`tpu_ahead`)
     cores: int = 1  # TensorCores that share the work items
 
     def __post_init__(self):
@@ -54,14 +55,16 @@ def vmem_bytes(config: Config, facts: Facts) -> int:
     row, rows, keys = facts.row, rows_of(config, facts), block_kv(config, facts)
     tiles = row.kv_heads // config.heads
     wide_k, wide_v = (row.window(side, 0, config.heads)[1] for side in "kv")
-    kv = 2 * keys * row.lanes * facts.kv_bytes
-    q = 2 * tiles * rows * wide_k * facts.q_bytes
+    depth = 3 if config.parts > 1 else 2
+    kv = depth * keys * row.lanes * facts.kv_bytes
+    q = depth * tiles * rows * wide_k * facts.q_bytes
     out = 2 * tiles * rows * (wide_v * facts.q_bytes + LANES * 4)
     carry = tiles * rows * (2 * LANES + wide_v) * 4
     bits = 2 * round_up(config.block_q, 8) * round_up(facts.words, LANES) * 4 if facts.words else 0
     live = (tiles if config.unroll_heads else 2) * rows * keys * (4 + 4 + facts.q_bytes)
     wider = 2 * keys * (wide_k + wide_v) * 4 if facts.kv_bytes != facts.q_bytes or facts.q_bytes > 2 else 0
-    return kv + q + out + carry + bits + live + wider
+    raw = rows * keys // config.parts * 4 if config.parts > 1 else 0
+    return kv + q + out + carry + bits + live + wider + raw
 
 
 def heuristic(facts: Facts, *, vmem: int, cores: int = 1) -> tuple[Config, ...]:

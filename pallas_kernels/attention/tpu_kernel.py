@@ -77,6 +77,7 @@ class Refs(NamedTuple):
     q_vmem: Any  # vmem [2, tiles, rows, wide_k]
     bits_vmem: Any  # vmem i32[2, block_q, lanes]
     places_vmem: Any  # vmem i32[2, 1, node_keys]
+    raw: Any  # vmem f32[rows, keys of a part]: scores made ahead; None where none are
     top: Any  # vmem f32[tiles, rows, 128], every lane alike
     total: Any  # vmem f32[tiles, rows, 128], sums of each lane
     acc: Any  # vmem f32[tiles, rows, wide_v]
@@ -117,25 +118,25 @@ def program(static: Static, refs: Refs) -> None:
     @pl.when(mine > 0)
     def _():
         first = item_of(0)
-        _table_copy(static, refs, first.seq, first.begin, 0).start()
-        _item_copies(static, refs, core, 0, "start")
-        _table_copy(static, refs, first.seq, first.begin, 0).wait()
-        _start_block(static, refs, first, first.begin, 0)
-        k, j = _next(item_of, mine, 0, first.begin, first.end)
+        table_copy(static, refs, first.seq, first.begin, 0).start()
+        item_copies(static, refs, core, 0, "start")
+        table_copy(static, refs, first.seq, first.begin, 0).wait()
+        start_block(static, refs, first, first.begin, 0, 0)
+        k, j = next_block(item_of, mine, 0, first.begin, first.end)
 
         @pl.when(k < mine)
         def _():
-            _table_copy(static, refs, item_of(k).seq, j, 1).start()
+            table_copy(static, refs, item_of(k).seq, j, 1).start()
 
         lax.fori_loop(0, mine, lambda k, step: _attend_item(static, refs, item_of, mine, k, step), 0)
         for back in (1, 2):
 
             @pl.when(mine >= back)
             def _(back=back):
-                _out_copies(static, refs, core + (mine - back) * cores, lax.rem(mine - back, 2), "wait")
+                out_copies(static, refs, core + (mine - back) * cores, lax.rem(mine - back, 2), "wait")
 
 
-def _next(item_of, mine, k, j, end):
+def next_block(item_of, mine, k, j, end):
     # the block after block j of item k: (item, block); item == mine past the last
     more = j + 1 < end
     following = jnp.where(more, k, k + 1)
@@ -149,29 +150,29 @@ def _attend_item(static: Static, refs: Refs, item_of, mine, k, step):
     refs.top[...] = jnp.full_like(refs.top, -jnp.inf)
     refs.total[...] = jnp.zeros_like(refs.total)
     refs.acc[...] = jnp.zeros_like(refs.acc)
-    _item_copies(static, refs, core + k * cores, place, "wait")
+    item_copies(static, refs, core + k * cores, place, "wait")
 
     @pl.when(k + 1 < mine)
     def _():
-        _item_copies(static, refs, core + (k + 1) * cores, 1 - place, "start")
+        item_copies(static, refs, core + (k + 1) * cores, 1 - place, "start")
 
     def block(j, step):
         slot = lax.rem(step, 2)
-        k1, j1 = _next(item_of, mine, k, j, item.end)
+        k1, j1 = next_block(item_of, mine, k, j, item.end)
 
         @pl.when(k1 < mine)
         def _():
             following = item_of(k1)
-            _table_copy(static, refs, following.seq, j1, 1 - slot).wait()
-            _start_block(static, refs, following, j1, 1 - slot)
-            k2, j2 = _next(item_of, mine, k1, j1, following.end)
+            table_copy(static, refs, following.seq, j1, 1 - slot).wait()
+            start_block(static, refs, following, j1, 1 - slot, 1 - slot)
+            k2, j2 = next_block(item_of, mine, k1, j1, following.end)
 
             @pl.when(k2 < mine)
             def _():
-                _table_copy(static, refs, item_of(k2).seq, j2, slot).start()
+                table_copy(static, refs, item_of(k2).seq, j2, slot).start()
 
-        _wait_block(static, refs, item, j, slot)
-        whole = _is_whole(static, item, j)
+        wait_block(static, refs, item, j, slot)
+        whole = is_whole(static, item, j)
 
         @pl.when(whole)
         def _():
@@ -179,7 +180,7 @@ def _attend_item(static: Static, refs: Refs, item_of, mine, k, step):
 
         @pl.when(jnp.logical_not(whole))
         def _():
-            _clear(static, refs, item, j, slot)
+            clear(static, refs, item, j, slot)
             _attend_block(static, refs, item, j, slot, place, masked=True)
 
         return step + 1
@@ -188,20 +189,20 @@ def _attend_item(static: Static, refs: Refs, item_of, mine, k, step):
 
     @pl.when(k >= 2)
     def _():
-        _out_copies(static, refs, core + (k - 2) * cores, place, "wait")
+        out_copies(static, refs, core + (k - 2) * cores, place, "wait")
 
-    _finish(static, refs, place)
-    _out_copies(static, refs, core + k * cores, place, "start")
+    finish(static, refs, place)
+    out_copies(static, refs, core + k * cores, place, "start")
     return step
 
 
-def _table_copy(static: Static, refs: Refs, seq, j, slot):
+def table_copy(static: Static, refs: Refs, seq, j, slot):
     # the page ids of block j of a request, and their neighbours
     at = seq * static.table_chunks + j * static.config.block_pages // static.table_chunk
     return pltpu.make_async_copy(refs.table.at[at], refs.table_smem.at[slot], refs.table_sem.at[slot])
 
 
-def _item_copies(static: Static, refs: Refs, index, place, what: str) -> None:
+def item_copies(static: Static, refs: Refs, index, place, what: str) -> None:
     copies = [pltpu.make_async_copy(refs.q.at[index], refs.q_vmem.at[place], refs.q_sem.at[place])]
     for source, target in ((refs.bits, refs.bits_vmem), (refs.places, refs.places_vmem)):
         if source is not None:
@@ -210,7 +211,7 @@ def _item_copies(static: Static, refs: Refs, index, place, what: str) -> None:
         getattr(copy, what)()
 
 
-def _out_copies(static: Static, refs: Refs, index, place, what: str) -> None:
+def out_copies(static: Static, refs: Refs, index, place, what: str) -> None:
     for source, target in ((refs.out_vmem, refs.out), (refs.lse_vmem, refs.lse)):
         getattr(pltpu.make_async_copy(source.at[place], target.at[index], refs.out_sem.at[place]), what)()
 
@@ -228,13 +229,14 @@ def _page_copy(static: Static, refs: Refs, i, page, slot):
     return pltpu.make_async_copy(refs.pool.at[page], refs.kv.at[slot, rows], refs.kv_sem.at[slot])
 
 
-def _start_block(static: Static, refs: Refs, item: Item, j, slot) -> None:
+def start_block(static: Static, refs: Refs, item: Item, j, slot, table) -> None:
+    """Start copies of the pages of block j to a slot; their ids lie at `table`."""
     pages = static.config.block_pages
     base = lax.rem(j * pages, static.table_chunk)
     first, last = _held_pages(static, item, j)
 
     def start(i, _):
-        page = refs.table_smem[slot, 0, base + i] + refs.counts[1]
+        page = refs.table_smem[table, 0, base + i] + refs.counts[1]
         _page_copy(static, refs, i, page, slot).start()
         return 0
 
@@ -249,7 +251,7 @@ def _start_block(static: Static, refs: Refs, item: Item, j, slot) -> None:
         lax.fori_loop(first, last, start, 0)
 
 
-def _wait_block(static: Static, refs: Refs, item: Item, j, slot) -> None:
+def wait_block(static: Static, refs: Refs, item: Item, j, slot) -> None:
     first, last = _held_pages(static, item, j)
 
     def wait(i, _):
@@ -268,7 +270,7 @@ def _wait_block(static: Static, refs: Refs, item: Item, j, slot) -> None:
         lax.fori_loop(first, last, wait, 0)
 
 
-def _is_whole(static: Static, item: Item, j):
+def is_whole(static: Static, item: Item, j):
     # whether every query of the item sees every key of block j
     rules, begin, end = static.rules, j * static.keys, (j + 1) * static.keys
     whole = (begin >= item.low) & (end <= item.high)
@@ -285,13 +287,13 @@ def _is_whole(static: Static, item: Item, j):
     return whole
 
 
-def _clear(static: Static, refs: Refs, item: Item, j, slot) -> None:
+def clear(static: Static, refs: Refs, item: Item, j, slot) -> None:
     # Rows of values that nothing was copied to, or that hold no token, may be NaN: a weight of 0 would not help.
     begin, first_lane = item.low - j * static.keys, static.row.offset("v", 0) // LANES * LANES
     end = jnp.minimum(item.high - j * static.keys, static.keys)
     step = 16
 
-    def clear(i, _):
+    def zero(i, _):
         at = pl.ds(pl.multiple_of(i * step, step), step)
         rows = i * step + lax.broadcasted_iota(jnp.int32, (step, 1), 0)
         old = refs.kv[slot, at, first_lane:]
@@ -299,11 +301,11 @@ def _clear(static: Static, refs: Refs, item: Item, j, slot) -> None:
         refs.kv[slot, at, first_lane:] = jnp.where(held, old, jnp.zeros_like(old))
         return 0
 
-    lax.fori_loop(0, jnp.clip((begin + step - 1) // step, 0, static.block_kv // step), clear, 0)
-    lax.fori_loop(jnp.clip(end // step, 0, static.block_kv // step), static.block_kv // step, clear, 0)
+    lax.fori_loop(0, jnp.clip((begin + step - 1) // step, 0, static.block_kv // step), zero, 0)
+    lax.fori_loop(jnp.clip(end // step, 0, static.block_kv // step), static.block_kv // step, zero, 0)
 
 
-def _visible(static: Static, refs: Refs, item: Item, j, place):
+def visible(static: Static, refs: Refs, item: Item, j, place):
     # bool [block_q, block_kv]: what each query token sees of block j
     rules, shape = static.rules, (static.config.block_q, static.block_kv)
     keys = j * static.keys + lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -355,25 +357,25 @@ def _scores(static: Static, raw, scale):
 
 
 def _attend_block(static: Static, refs: Refs, item: Item, j, slot, place, *, masked: bool) -> None:
-    seen = _visible(static, refs, item, j, place) if masked else None
+    seen = visible(static, refs, item, j, place) if masked else None
     if static.config.unroll_heads:
         tiles = list(range(static.tiles))
-        raws = [_raw_scores(static, refs, tile, slot, place) for tile in tiles]
-        states = [_fold(static, refs, tile, slot, raw, seen) for tile, raw in zip(tiles, raws, strict=True)]
+        raws = [raw_scores(static, refs, tile, slot, place) for tile in tiles]
+        states = [fold(static, refs, tile, slot, raw, seen) for tile, raw in zip(tiles, raws, strict=True)]
         for tile, state in zip(tiles, states, strict=True):
             refs.top[tile], refs.total[tile], refs.acc[tile] = state
         return
 
     def one(tile, _):
-        raw = _raw_scores(static, refs, tile, slot, place)
-        refs.top[tile], refs.total[tile], refs.acc[tile] = _fold(static, refs, tile, slot, raw, seen)
+        raw = raw_scores(static, refs, tile, slot, place)
+        refs.top[tile], refs.total[tile], refs.acc[tile] = fold(static, refs, tile, slot, raw, seen)
         return 0
 
     lax.fori_loop(0, static.tiles, one, 0)
 
 
-def _window(static: Static, refs: Refs, side: str, tile, slot):
-    # keys or values of a tile's heads, [block_kv, lanes of the window]
+def _window(static: Static, refs: Refs, side: str, tile, slot, keys):
+    # keys or values of a tile's heads, [keys, lanes of the window]
     heads, row = static.config.heads, static.row
     base, wide = row.window(side, 0, heads)
     if isinstance(tile, int):
@@ -383,32 +385,37 @@ def _window(static: Static, refs: Refs, side: str, tile, slot):
         dim = heads * (row.k_dim if side == "k" else row.v_dim)
         at = (row.offset(side, 0) + tile * dim) // LANES * LANES
         lanes = pl.ds(pl.multiple_of(jnp.minimum(at, row.lanes - wide), LANES), wide)
-    return refs.kv[slot, :, lanes].astype(static.compute)
+    return refs.kv[slot, keys, lanes].astype(static.compute)
 
 
-def _raw_scores(static: Static, refs: Refs, tile, slot, place):
-    k = _window(static, refs, "k", tile, slot)
+def raw_scores(static: Static, refs: Refs, tile, slot, place, keys: Any = slice(None)):
+    """Products of queries and keys, f32[rows, keys]. Args: keys: which of the block's."""
+    k = _window(static, refs, "k", tile, slot, keys)
     q = refs.q_vmem[place, tile]
     dims = (((1,), (1,)), ((), ()))
     return lax.dot_general(q, k, dims, precision=static.precision, preferred_element_type=jnp.float32)
 
 
-def _fold(static: Static, refs: Refs, tile, slot, raw, seen):
+def fold(static: Static, refs: Refs, tile, slot, raw, seen, state=None, keys: Any = slice(None)):
+    """The state (top, total, acc) of a tile once it has seen the keys of some scores.
+
+    Args: seen: bool[block_q, keys], None where all are. state: by default what `refs` hold.
+    """
+    old, old_total, acc = state or (refs.top[tile], refs.total[tile], refs.acc[tile])
     scores = _scores(static, raw, refs.scales[0])
     if seen is not None:
         scores = jnp.where(_for_rows(static, seen), scores, -jnp.inf)
-    old = refs.top[tile]
     top = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
     safe = top if seen is None else jnp.where(top == -jnp.inf, 0.0, top)
     weights = jnp.exp2(scores - _wide(safe, scores.shape[1]))
     decay = jnp.exp2(old - safe)
-    total = refs.total[tile] * decay + functools.reduce(jnp.add, _registers(weights))
-    v = _window(static, refs, "v", tile, slot)
+    total = old_total * decay + functools.reduce(jnp.add, _registers(weights))
+    v = _window(static, refs, "v", tile, slot, keys)
     dims = (((1,), (0,)), ((), ()))
     part = lax.dot_general(
         weights.astype(static.compute), v, dims, precision=static.precision, preferred_element_type=jnp.float32
     )
-    return top, total, refs.acc[tile] * _wide(decay, part.shape[1]) + part
+    return top, total, acc * _wide(decay, part.shape[1]) + part
 
 
 def _wide(x, lanes: int):
@@ -428,7 +435,7 @@ def _for_rows(static: Static, seen):
     return jnp.concatenate([seen] * copies, axis=0) if copies > 1 else seen
 
 
-def _finish(static: Static, refs: Refs, place) -> None:
+def finish(static: Static, refs: Refs, place) -> None:
     def one(tile):
         top = refs.top[tile]
         total = jnp.broadcast_to(jnp.sum(refs.total[tile], axis=1, keepdims=True), top.shape)

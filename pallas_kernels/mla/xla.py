@@ -79,15 +79,25 @@ def write_latent(
 
 
 def gather_latent(
-    pages: jax.Array, slots: jax.Array, *, latent_dim: int, page_offset: jax.Array | int = 0, dtype
+    pages: jax.Array,
+    slots: jax.Array,
+    *,
+    latent_dim: int,
+    rope_dim: int | None = None,
+    page_offset: jax.Array | int = 0,
+    dtype,
 ) -> tuple[jax.Array, jax.Array]:
     """Latents and keys of slots of one layer.
 
-    Args: pages: [pages_total, page_size, row]. slots: i32[rows]; -1 gives zeros. dtype: of what is returned.
+    Args: pages: [pages_total, page_size, row]. slots: i32[rows]; -1 gives zeros. rope_dim: None: what the rows hold
+      behind the latent. dtype: of what is returned.
     Returns: latent [rows, latent_dim], k_rope [rows, rope_dim].
     """
     rows.check_slots(pages)
-    rope_dim = latent_rows.width(pages, latent_dim) - latent_dim
+    held_dim = latent_rows.width(pages, latent_dim) - latent_dim
+    if rope_dim not in (None, held_dim):
+        raise ValueError(f"rope_dim={rope_dim} but the rows hold keys of {held_dim}: build both alike")
+    rope_dim = held_dim
     if pages.shape[0] == 0:
         return jnp.zeros((slots.shape[0], latent_dim), dtype), jnp.zeros((slots.shape[0], rope_dim), dtype)
     held = slots >= 0

@@ -3,8 +3,8 @@
     PYTHONPATH=. python -m pytest -p tests.pallas_kernels.on_tpu tests/jattn/test_attend_cases.py
 
 Where a test's arrays have a dtype that the kernels take, they answer in the place of plain JAX: the pools of keys and
-values are packed into rows before each call. With ON_TPU_RACES=1 memory is NaN before it is written, and a race fails
-the test.
+values are packed into rows before each call, latent rows padded to whole lanes. With ON_TPU_RACES=1 memory is NaN
+before it is written, and a race fails the test.
 """
 
 # Settings are passed on as mappings, which the checker cannot follow.
@@ -23,8 +23,10 @@ from pallas_kernels.attention import tpu as attention
 from pallas_kernels.attention import xla as attention_xla
 from pallas_kernels.kv_write import tpu as kv_write
 from pallas_kernels.kv_write import xla as kv_write_xla
+from pallas_kernels.mla import tpu as mla
+from pallas_kernels.mla import xla as mla_xla
 
-SERVED: dict[str, list[bool]] = dict(attend=[], write_kv=[])
+SERVED: dict[str, list[bool]] = dict(attend=[], write_kv=[], attend_latent=[])
 RACES = bool(os.environ.get("ON_TPU_RACES"))
 INTERPRET = pltpu.InterpretParams(detect_races=RACES, uninitialized_memory="nan")
 _QUERIES = (jnp.bfloat16, jnp.float32)
@@ -55,9 +57,19 @@ def write_kv(k_pages, v_pages, k, v, slots, *, kv_dtype=None, **more):
     return tuple(float8.to_stored(x, k_pages.dtype) for x in tpu_rows.unpack(rows, row))
 
 
+def attend_latent(q, pages, **more):
+    """As `pallas_kernels.mla.xla.attend_latent`."""
+    fits = q.dtype in _QUERIES and pages.dtype in _QUERIES and pages.shape[0] > 0
+    SERVED["attend_latent"].append(fits)
+    if not fits:
+        return mla_xla.attend_latent(q, pages, **more)
+    spare = jnp.zeros((*pages.shape[:2], -pages.shape[2] % tpu_rows.LANES), pages.dtype)
+    return mla.attend_latent(q, jnp.concatenate([pages, spare], axis=-1), interpret=INTERPRET, **more)
+
+
 def pytest_configure(config):
     """Put the kernels in the rows of plain JAX, which the tests resolve."""
-    functions = dict(attend=paged_attention, write_kv=write_kv)
+    functions = dict(attend=paged_attention, write_kv=write_kv, attend_latent=attend_latent)
     jattn.kernel_sets.KERNELS = tuple(
         dataclasses.replace(row, function=functions[row.op]) if row.set == "xla" and row.op in functions else row
         for row in jattn.kernel_sets.KERNELS
@@ -84,6 +96,6 @@ def _races() -> bool:
 def pytest_sessionfinish():
     """Append how many of the traced calls the kernels served to the file that ON_TPU_LOG names, if any."""
     name = os.environ.get("ON_TPU_LOG")
-    if name and SERVED["attend"]:
+    if name and any(SERVED.values()):
         with open(name, "a") as log:
             log.write("".join(f"{op} {sum(served)} of {len(served)}\n" for op, served in SERVED.items()))

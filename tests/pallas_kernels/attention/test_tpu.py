@@ -22,7 +22,9 @@ from pallas_kernels.attention.tpu_config import Config
 
 CHECKED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 _SHORT, _LONG = Config(block_q=1, block_pages=2, heads=2), Config(block_q=8, block_pages=2, unroll_heads=False)
+_AHEAD = Config(block_q=8, block_pages=16, heads=1, unroll_heads=False, parts=2)
 SETUPS = ((Setup(name="mixed, two classes", group=3, head_dim=20, dtype="bfloat16", page_size=16), (_SHORT, _LONG)),)
+WIDE = ((Setup(name="scores ahead", group=3, head_dim=20, dtype="bfloat16", page_size=16), (_AHEAD,)),)
 
 
 @functools.cache
@@ -71,4 +73,12 @@ def check(setup, config, data):
 @hypothesis.settings(max_examples=2, phases=[hypothesis.Phase.generate])
 @hypothesis.given(data=st.data())
 def test_the_kernel_is_as_right_as_plain_jax(setup, config, data):
+    check(setup, config, data)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("setup", "config"), WIDE, ids=str)
+@hypothesis.settings(max_examples=8, phases=[hypothesis.Phase.generate])
+@hypothesis.given(data=st.data())
+def test_the_kernel_is_as_right_as_plain_jax_widely(setup, config, data):
     check(setup, config, data)
