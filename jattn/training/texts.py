@@ -37,8 +37,13 @@ class Texts:
         return cls(ids, prompt_lens)
 
     def split(self, share: float) -> tuple["Texts", "Texts"]:
-        """(all but every n-th, every n-th): texts to learn from, and about `share` of them to judge by."""
-        every = max(round(1 / share), 2)
+        """(all but every n-th, every n-th): texts to learn from, and about `share` of them, at least one, to judge by.
+
+        Raises: ValueError for fewer than two texts.
+        """
+        if len(self.ids) < 2:
+            raise ValueError(f"{len(self.ids)} texts: want two at least, one to learn from and one to judge by")
+        every = min(max(round(1 / share), 2), len(self.ids))
         held = [i for i in range(len(self.ids)) if i % every == every - 1]
         rest = [i for i in range(len(self.ids)) if i % every != every - 1]
         return self._some(rest), self._some(held)
