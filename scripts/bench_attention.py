@@ -11,12 +11,16 @@ Rows are JSON lines {family, peer, shape, dtype, ms, tflops, gbps, pct_of_roof, 
   pct_of_roof  100 * max(operations / matmul roof, bytes / copy roof) / ms, roofs measured in the same run
   max_rel_err  worst |out - ref| / |ref| over checked rows, ref in float64 from the same inputs
 
-Inputs are random normals. Calls rotate over enough input sets to leave the L2; a figure is the median of --runs.
+Inputs are random normals. Calls rotate over enough input sets to leave the L2; a figure is the median of --runs, which
+take turns with those of the peers. With torch's peers (`--torch`, `--fa3 PATH`), run with
+XLA_PYTHON_CLIENT_PREALLOCATE=false; all are read by the same timer.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
+import math
 import sys
 import time
 import warnings
@@ -36,8 +40,13 @@ from bench_attention_timer import Timer, roofs
 from pallas_kernels.attention.mosaic_gpu_sm90_config import Config
 
 
-def bench(shape: Shape, calls: dict[str, tuple[Callable, Any, str]], timer: Timer, roof: dict) -> list[dict]:
-    """Rows of one shape. calls: name -> (attend, schedule or None, configuration as text)."""
+def bench(
+    shape: Shape, calls: dict[str, tuple[Callable, Any, str]], timer: Timer, roof: dict, others=None
+) -> list[dict]:
+    """Rows of one shape. calls: name -> (attend, schedule or None, configuration as text).
+
+    others: by (shape, input sets, plan), another framework's: name -> (call, sets, finish, to JAX or None, note).
+    """
     sets, plan, seen = data(shape)
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (sets[0], plan))
 
@@ -47,37 +56,49 @@ def bench(shape: Shape, calls: dict[str, tuple[Callable, Any, str]], timer: Time
             made = None if schedule is None else jax.eval_shape(schedule, structs[1])
             return jax.jit(attend).lower(*structs[0], structs[1], made).compile()
         except Exception as error:  # a peer that cannot run a shape costs its row, not the run
-            return f"{type(error).__name__}: {str(error)[:200]}"
+            return error
 
     with ThreadPoolExecutor(8) as pool:
-        compiled = list(pool.map(build, calls.items()))
-    rows = []
-    for (name, (_, schedule, text)), call in zip(calls.items(), compiled, strict=True):
-        row: dict[str, Any] = dict(family=shape.family, peer=name, shape=shape.label, dtype=shape.kv, config=text)
-        if isinstance(call, str):
-            rows.append(row | dict(error=call))
-            continue
+        compiled = dict(zip(calls, pool.map(build, calls.items()), strict=True))
+    rows, timed = {}, {}
+    for name, (_, schedule, text) in calls.items():
+        rows[name] = dict(family=shape.family, peer=name, shape=shape.label, dtype=shape.kv, config=text)
+        call = compiled[name]
         try:
+            if isinstance(call, Exception):
+                raise call
             made = None
             if schedule is not None:
                 jitted = jax.jit(schedule)
                 made = jitted(plan)
-                row["ms_schedule"] = timer(jitted, [(plan,)])["ms_cupti"]
+                rows[name]["ms_schedule"] = timer(jitted, [(plan,)])["ms_cupti"]
             every = [(*one, plan, made) for one in sets]
-            error = max_rel_err(shape, call(*every[0])[0], sets[0], plan, seen)
-            row |= timer(call, every)
+            rows[name]["max_rel_err"] = max_rel_err(shape, call(*every[0])[0], sets[0], plan, seen)
+            timed[name] = (call, every, jax.block_until_ready)
         except Exception as problem:
-            rows.append(row | dict(error=f"{type(problem).__name__}: {str(problem)[:200]}"))
-            continue
-        bound = max(shape.flops / roof["tflops"] / 1e9, shape.nbytes / roof["copy_gbps"] / 1e6)
-        row |= dict(
-            tflops=shape.flops / row["ms"] / 1e9,
-            gbps=shape.nbytes / row["ms"] / 1e6,
-            pct_of_roof=100 * bound / row["ms"],
-            max_rel_err=error,
-        )
-        rows.append(row)
-    return rows
+            rows[name]["error"] = _short(problem)
+    for name, (call, every, finish, to_jax, note) in (others(shape, sets, plan) if others else {}).items():
+        rows[name] = dict(family=shape.family, peer=name, shape=shape.label, dtype=shape.kv, config=note)
+        try:
+            error = math.nan if to_jax is None else max_rel_err(shape, to_jax(call(*every[0])), sets[0], plan, seen)
+            rows[name]["max_rel_err"] = error
+            timed[name] = (call, every, finish)
+        except Exception as problem:
+            rows[name]["error"] = _short(problem)
+    for name, found in timer.compare(timed).items():
+        rows[name] |= dict(error=_short(found)) if isinstance(found, Exception) else _rates(shape, found, roof)
+    return list(rows.values())
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def _rates(shape: Shape, found: dict, roof: dict) -> dict:
+    ms = found["ms"]
+    bound = max(shape.flops / roof["tflops"] / 1e9, shape.nbytes / roof["copy_gbps"] / 1e6)
+    rates = dict(tflops=shape.flops / ms / 1e9, gbps=shape.nbytes / ms / 1e6, pct_of_roof=100 * bound / ms)
+    return found | rates
 
 
 def main() -> None:
@@ -87,6 +108,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="shapes whose label contains this")
     parser.add_argument("--peers", action="store_true", help="JAX's own alternatives too")
     parser.add_argument(
+        "--torch", action="store_true", help="cuDNN through torch's SDPA too; give JAX no memory up front"
+    )
+    parser.add_argument("--fa3", help="FlashAttention-3 too: path of a library with vLLM's torch binding of it")
+    parser.add_argument(
         "--variant", action="append", default=[], help="changes to the default sizes, as stages=4,splits=False"
     )
     parser.add_argument("--runs", type=int, default=3)
@@ -95,6 +120,11 @@ def main() -> None:
     parser.add_argument("--plot", help="PNG")
     args = parser.parse_args()
     warnings.simplefilter("ignore", DeprecationWarning)
+    others = None
+    if args.torch or args.fa3:
+        import bench_attention_torch
+
+        others = functools.partial(bench_attention_torch.calls, fa3=args.fa3, cudnn=args.torch)
     start, timer = time.time(), Timer(args.runs)
     roof = roofs(timer)
     device = jax.devices()[0]
@@ -117,7 +147,7 @@ def main() -> None:
             for name, (families, make, note) in PEERS.items():
                 if shape.family in families.split():
                     calls[name] = (make(shape), None, note)
-        for row in bench(shape, calls, timer, roof):
+        for row in bench(shape, calls, timer, roof, others):
             rows.append(row)
             print(json.dumps(row), flush=True)
             if sink:

@@ -1,6 +1,5 @@
 """Times of calls on this GPU, and the card's two roofs; `bench_attention.py` says what is measured."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -10,10 +9,11 @@ import jax
 import jax.numpy as jnp
 
 _WALL_FROM_MS = 0.3
+_WARM_MS = 20.0  # an idle card needs some milliseconds to raise its clocks
 
 
 class Timer:
-    """Times calls on this GPU; see the head of this file."""
+    """Times calls on this GPU; see the head of `bench_attention.py`."""
 
     def __init__(self, runs: int):
         self.runs = runs
@@ -22,41 +22,60 @@ class Timer:
         self.cupti = mosaic_gpu._mosaic_gpu_ext  # pyright: ignore[reportPrivateImportUsage]
 
     def __call__(self, call: Callable, sets: list) -> dict[str, Any]:
-        for one in sets[:2]:
-            jax.block_until_ready(call(*one))
-        estimate = self._wall(call, sets, max(len(sets), 3))
-        count = int(max(len(sets), 5, min(1000, 60 / max(estimate, 1e-3))))
-        walls = [self._wall(call, sets, count) for _ in range(self.runs)]
-        kernels: list[float] = []
-        self.kernels: dict[str, float] = {}
-        if estimate < 10:
-            kernels = [self._kernels(call, sets, min(count, 200)) for _ in range(self.runs)]
-        wall = statistics.median(walls)
-        own = statistics.median(kernels) if kernels else math.nan
-        best, taken = (own, kernels) if kernels and own < _WALL_FROM_MS else (wall, walls)
-        spread = (max(taken) - min(taken)) / best
-        return dict(ms=best, ms_wall=wall, ms_cupti=own, spread=spread, kernels=self.kernels)
+        """Times of one call over its input sets."""
+        return self.compare({"": (call, sets, jax.block_until_ready)})[""]
 
-    def _wall(self, call, sets, count: int) -> float:
+    def compare(self, calls: dict[str, tuple[Callable, list, Callable]]) -> dict[str, Any]:
+        """Times of several calls, in turns, so that all meet the card in the same state.
+
+        calls: name -> (call, input sets, what waits for the call's result). The exception of a call that failed.
+        """
+        counts, walls, kernels, names, found = {}, {}, {}, {}, {}
+        for name, (call, sets, finish) in calls.items():
+            try:
+                for one in sets[:2]:
+                    finish(call(*one))
+                estimate = self._wall(call, sets, max(len(sets), 3), finish)
+                self._wall(call, sets, max(1, int(_WARM_MS / max(estimate, 1e-3))), finish)
+                counts[name] = int(max(len(sets), 5, min(1000, 60 / max(estimate, 1e-3))))
+            except Exception as error:
+                found[name] = error
+        for _ in range(self.runs):
+            for name, count in counts.items():
+                call, sets, finish = calls[name]
+                walls.setdefault(name, []).append(self._wall(call, sets, count, finish))
+                own = self._kernels(call, sets, min(count, 200), finish)
+                kernels.setdefault(name, []).append(sum(own.values()))
+                names[name] = own
+        for name in counts:
+            wall, own = statistics.median(walls[name]), statistics.median(kernels[name])
+            best, taken = (own, kernels[name]) if own < _WALL_FROM_MS else (wall, walls[name])
+            spread = (max(taken) - min(taken)) / best
+            each = dict(runs=taken, kernels=names[name])
+            found[name] = dict(ms=best, ms_wall=wall, ms_cupti=own, spread=spread, **each)
+        return found
+
+    def _wall(self, call, sets, count: int, finish) -> float:
         start = time.perf_counter()
         out = None
         for i in range(count):
             out = call(*sets[i % len(sets)])
-        jax.block_until_ready(out)
+        finish(out)
         return (time.perf_counter() - start) * 1e3 / count
 
-    def _kernels(self, call, sets, count: int) -> float:
+    def _kernels(self, call, sets, count: int, finish) -> dict[str, float]:
         self.cupti._cupti_init()
         try:
             out = None
             for i in range(count):
                 out = call(*sets[i % len(sets)])
-            jax.block_until_ready(out)
+            finish(out)
         finally:
             timings = self.cupti._cupti_get_timings(True)
-        for name, _ in timings:
-            self.kernels[name] = sum(ms for other, ms in timings if other == name) / count
-        return sum(ms for _, ms in timings) / count
+        each: dict[str, float] = {}
+        for name, ms in timings:
+            each[name] = each.get(name, 0.0) + ms / count
+        return each
 
 
 def roofs(timer: Timer) -> dict[str, float]:

@@ -37,6 +37,8 @@ def candidates(shape: Shape, base: Config) -> list[Config]:
         changes += [dict(parts=2 * base.parts), dict(parts=max(base.parts // 2, 1)), whole]
     elif base.cluster == 1:
         changes += [dict(splits=True, parts=parts) for parts in (shape.batch * 2, shape.batch * 4)]
+    if base.sharers > 1:
+        changes.append(dict(sharers=1, parts=2 * base.parts))
     if base.groups == 1 and shape.page >= 8 and shape.kv == "bf16":
         changes.append(dict(copier=not base.copier))
     if shape.batch == 1 and base.groups == 1:
@@ -50,14 +52,15 @@ def main() -> None:
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--only", default="", help="shapes whose label contains this")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--budget-s", type=float, default=1e9, help="start no shape after so many seconds")
     parser.add_argument("--out", default=str(FILE))
     args = parser.parse_args()
     warnings.simplefilter("ignore", DeprecationWarning)
-    timer = Timer(args.runs)
+    start, timer = time.time(), Timer(args.runs)
     roof = roofs(timer)
     kept = {json.dumps(row["facts"]): row for row in json.loads(FILE.read_text())["rows"]}
     for shape in (shape for family in args.families.split(",") for shape in FAMILIES[family]()):
-        if args.only not in shape.label:
+        if args.only not in shape.label or time.time() - start > args.budget_s:
             continue
         base = heuristic(**facts(shape))
         configs = {str(config): config for config in (base, *candidates(shape, base))}

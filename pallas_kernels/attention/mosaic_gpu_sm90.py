@@ -53,7 +53,7 @@ def paged_attention(
     """Attention of packed queries over pages that already hold their keys; see `pallas_kernels.attention.xla`.
 
     Args: as there, with q in bfloat16 or float16, and pages in the same or in 8-bit floats (as their bits or
-      themselves) with scalar scales above 0 or none; 8-bit NaN and infinity read as numbers.
+      themselves) with scalar scales above 0 or none.
       config: sizes; None takes what was measured for exactly this call's sizes, else `heuristic`.
       schedule: made with the same lengths and config; None makes it here (it is alike for all layers: XLA moves it out
       of a loop over them).
@@ -84,7 +84,7 @@ def paged_attention(
         head_dim=max(k_dim, v_dim),
         kv_room=page_table.shape[1] * page_size,
         page_size=page_size,
-        plain_tree=tree is not None and sliding_window is None and logit_soft_cap is None,
+        plain_tree=(tree is not None and sliding_window is None and logit_soft_cap is None and tree.bits.shape[1] <= 2),
         narrow_kv=narrow,
     )
     config = config or tuned(**facts) or heuristic(**facts)
@@ -96,6 +96,8 @@ def paged_attention(
     if interpret and config.cluster > 1:  # the interpreter reads no other program's memory
         parts = config.cluster * seq_lens.shape[0]
         config = dataclasses.replace(config, cluster=1, splits=True, parts=parts)
+    if interpret:
+        config = dataclasses.replace(config, sharers=1)
     if schedule is None:
         schedule = schedules.make(
             config,
@@ -178,13 +180,15 @@ def _launch(static: Static, arrays: Arrays, out_dtype, interpret) -> tuple[jax.A
     names, cluster = ("items", "kv_heads"), {}
     if config.cluster > 1:
         cluster = dict(cluster=(config.cluster,), cluster_names=("parts",))
+    if config.sharers > 1:
+        cluster = dict(cluster=(config.sharers,), cluster_names=("sharers",))
     launch = pl.kernel(
         body,
         out_type=tuple(jax.ShapeDtypeStruct(*shape) for shape in results.values()),
         mesh=plgpu.Mesh(
             grid=(arrays.items.shape[0] // config.cluster, static.kv_heads), grid_names=names, **cluster, **threads
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         cost_estimate=_cost(static, arrays),
         interpret=interpret,
         name="jattn_attention",

@@ -29,6 +29,8 @@ class Blocks:
             kv_len=item.kv_len,
             block=static.config.block_kv,
             page=static.page_size,
+            in_lanes=not (self.copies_itself or static.interpret),
+            sharers=static.config.sharers,
             interpret=static.interpret,
         )
         self.gathers = self.source.gathers and not static.interpret
@@ -37,32 +39,49 @@ class Blocks:
         """Place of a block in its ring."""
         return lax.rem(block - self.item.begin, self.stages)
 
+    def begin(self, all_ids: list[tuple]) -> None:
+        """Start the first block's keys, of the first blocks' page ids."""
+        self.start("k", self.item.begin, all_ids[0])
+
     def fill(self, all_ids: list[tuple]) -> None:
-        """Start the first blocks, from their page ids."""
+        """Start the rest of the first blocks, from their page ids."""
         for i, ids in enumerate(all_ids):
             block = self.item.begin + i
-            self.start("k", block, ids)
+            if i:
+                self.start("k", block, ids)
             self.start("v", block, ids)
             self._commit()
 
     def run(self) -> None:
-        """Start the other blocks as the computing warpgroups free their places: what a copying warpgroup does."""
+        """Start the other blocks as the computing warpgroups free their places: what a copying warpgroup does.
+
+        Keys run a block ahead of values, as their places come free: a block's values are read after the next keys.
+        """
+
+        def start(name: str, block, ids) -> None:
+            plgpu.barrier_wait(self.smem[f"{name}_free"].at[self.stage(block)])
+            self.start(name, block, ids)
 
         def step(block, ids):
-            following = self.source.ids(block + 1)
-            for name in ("k", "v"):
-                plgpu.barrier_wait(self.smem[f"{name}_free"].at[self.stage(block)])
-                self.start(name, block, ids)
-            return following
+            now, after = ids
+            following = self.source.ids(block + 2)
+            pl.when(block + 1 < self.item.end)(lambda: start("k", block + 1, after))
+            start("v", block, now)
+            return after, following
 
         first = self.item.begin + self.stages
-        lax.fori_loop(first, self.item.end, step, self.source.ids(first))
+        ids = self.source.ids(first), self.source.ids(first + 1)
+        pl.when(first < self.item.end)(lambda: start("k", first, ids[0]))
+        lax.fori_loop(first, self.item.end, step, ids)
 
     def start(self, name: str, block, ids) -> None:
         """Start the copies of one block of keys ("k") or values ("v"); past the end, of nothing."""
-        ring, full = self.smem[f"{name}_ring"], self.smem[f"{name}_full"]
+        ring, full, stage = self.smem[f"{name}_ring"], self._full(name), self.stage(block)
         first_warp = 0 if name == "k" else self.source.pages % 4
-        self.source.copy(self.pools[name], ring, full, self.stage(block), block, ids, block < self.item.end, first_warp)
+        self.source.copy(self.pools[name], ring, full, stage, block, ids, block < self.item.end, first_warp)
+
+    def _full(self, name: str) -> copies.Barriers:
+        return copies.Barriers(self.smem["full"], 0 if name == "k" else self.stages)
 
     def wait(self, name: str, block) -> None:
         """Wait until a block is there; past the end, for nothing."""
@@ -70,12 +89,12 @@ class Blocks:
             if name == "k":  # the group of a block's keys holds the values of the block before, or the same block's
                 copies.wait_gathered(self.stages - 1)
             return
-        full, stage = self.smem[f"{name}_full"], self.stage(block)
+        full, stage = self._full(name), self.stage(block)
 
         @pl.when(block < self.item.end)
         def _():
             if self.static.interpret:
-                plgpu.barrier_wait(full.at[stage])
+                plgpu.barrier_wait(full.at(stage))
             else:
                 copies.wait_barrier(full, stage, lax.div(block - self.item.begin, self.stages) & 1)
 

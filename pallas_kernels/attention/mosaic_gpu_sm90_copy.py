@@ -20,6 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.attention import mosaic_gpu_sm90_rows as rows_io
+
 # the MLIR that Mosaic GPU itself is written in
 arith, gpu, ir, llvm, nvvm = utils.arith, utils.gpu, utils.ir, utils.llvm, utils.nvvm
 
@@ -47,22 +49,32 @@ def barriers(count: int):
     return plgpu.SMEM((2 * count,), jnp.int32)
 
 
-def init_barriers(*refs) -> None:
+def init_barriers(ref) -> None:
     """Make barriers of one arrival each; all threads of the program call this."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-    def inline(_, *memrefs):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def inline(_, memref):
         one = utils.single_thread_predicate(scope=utils.ThreadSubset.BLOCK)
-        for ref, memref in zip(refs, memrefs, strict=True):
-            for i in range(ref.shape[0] // 2):
-                nvvm.mbarrier_init(_barrier(memref, _i32(i)).get_ptr(), _i32(1), predicate=one)
+        for i in range(ref.shape[0] // 2):
+            nvvm.mbarrier_init(_barrier(memref, _i32(i)).get_ptr(), _i32(1), predicate=one)
         asm("fence.mbarrier_init.release.cluster;")
         gpu.barrier()
 
-    inline(*refs)
+    inline(ref)
 
 
-def wait_barrier(ref, stage, phase) -> None:
+class Barriers(NamedTuple):
+    """Some barriers of an array of them, one a stage."""
+
+    ref: Any
+    first: int
+
+    def at(self, stage):
+        """A barrier, for the interpreter."""
+        return self.ref.at[stage + self.first]
+
+
+def wait_barrier(barriers: Barriers, stage, phase) -> None:
     """Wait until phase `phase` (0 or 1) of a barrier is complete."""
     scalar = plgpu.Layout.WG_SPLAT(())
 
@@ -70,9 +82,9 @@ def wait_barrier(ref, stage, phase) -> None:
     def inline(_, memref, stage, phase):
         stage, phase = stage.registers.item(), phase.registers.item()
         odd = arith.cmpi(arith.CmpIPredicate.ne, phase, _i32(0))
-        _barrier(memref, stage).wait_parity(odd)
+        _barrier(memref, stage, barriers.first).wait_parity(odd)
 
-    inline(ref, jnp.asarray(stage, jnp.int32), jnp.asarray(phase, jnp.int32))
+    inline(barriers.ref, jnp.asarray(stage, jnp.int32), jnp.asarray(phase, jnp.int32))
 
 
 def _expect(barrier, nbytes: int, one) -> None:
@@ -85,8 +97,10 @@ def _expect(barrier, nbytes: int, one) -> None:
     )
 
 
-def _barrier(memref, stage):
-    return utils.BarrierRef(utils.memref_ptr(memref), stage, None, 1)
+def _barrier(memref, stage, first: int = 0):
+    # barrier `first + stage`; what is constant is no register
+    base = utils.getelementptr(utils.memref_ptr(memref), [2 * first], ir.IntegerType.get_signless(32))
+    return utils.BarrierRef(base, stage, None, 1)
 
 
 class Source(NamedTuple):
@@ -99,6 +113,8 @@ class Source(NamedTuple):
     kv_len: Any  # keys that may be read
     block: int  # keys a block
     page: int  # tokens a page
+    in_lanes: bool  # whether lane n of each warp holds the id of a block's page n, or every thread all ids
+    sharers: int  # programs of a cluster that each copy a part of a page, to all
     interpret: bool
 
     @property
@@ -114,20 +130,20 @@ class Source(NamedTuple):
     def ids(self, block) -> tuple:
         """Page ids of a block, loaded early so that nobody waits for them; past the end the last page's."""
         last = jnp.maximum(self.kv_len - 1, 0) // self.page
+        first = block * (self.block // self.page) if self.page < self.block else block * self.block // self.page
+        if self.in_lanes:
+            found = rows_io.load_lanes(self.page_table, self.seq, first, last)
+            return (found + self.offset,)
+        entries = (jnp.clip(first + j, 0, last) for j in range(self.pages))
+        return tuple(self.page_table[self.seq, entry] + self.offset for entry in entries)
 
-        def entry(j):
-            first = block * (self.block // self.page) + j if self.page < self.block else block * self.block // self.page
-            return jnp.clip(first, 0, last)
-
-        return tuple(self.page_table[self.seq, entry(j)] + self.offset for j in range(self.pages))
-
-    def copy(self, pages, ring, full, stage, block, ids: tuple, when, first_warp: int = 0) -> None:
+    def copy(self, pages, ring, full: Barriers, stage, block, ids: tuple, when, first_warp: int = 0) -> None:
         """Start the copies of a block into `ring[stage]` if `when`; they complete on barrier `stage` of `full`.
 
         first_warp: which of the four warps starts the first page.
         """
         if self.interpret:
-            pl.when(when)(lambda: self._interpreted(pages, ring, full, stage, block, ids))
+            pl.when(when)(lambda: self._interpreted(pages, ring, full.at(stage), stage, block, ids))
         elif self.gathers:
             pl.when(when)(lambda: self._gather(pages, ring, stage, block))
         else:
@@ -139,18 +155,19 @@ class Source(NamedTuple):
         rows = min(self.block, self.page)
         for j, page in enumerate(ids):
             source = pages.at[page, pl.ds(self._start(block), rows), self.head]
-            plgpu.copy_gmem_to_smem(source, ring.at[stage, pl.ds(j * rows, rows)], full.at[stage])
+            plgpu.copy_gmem_to_smem(source, ring.at[stage, pl.ds(j * rows, rows)], full)
         return None
 
     def _start(self, block):
         # first token of a block in its first page
         return block * self.block % self.page if self.page > self.block else 0
 
-    def _engine(self, pages, ring, full, stage, block, ids: tuple, when, first_warp: int) -> None:
+    def _engine(self, pages, ring, full: Barriers, stage, block, ids: tuple, when, first_warp: int) -> None:
         rows, dim, size = min(self.block, self.page), pages.shape[3], jnp.dtype(pages.dtype).itemsize
         swizzle, layout = _layout(pages, ring)
         scalar = plgpu.Layout.WG_SPLAT(())
-        types = (plgpu.RefType(), plgpu.RefType(layout), plgpu.RefType(), *[scalar] * (4 + len(ids)))
+        held = [rows_io.LANES if self.in_lanes else scalar] * len(ids)
+        types = (plgpu.RefType(), plgpu.RefType(layout), plgpu.RefType(), *[scalar] * 4, *held)
         tiling = () if swizzle is None else (mgpu.TileTransform((8, swizzle // size)),)
         unit = 1 if swizzle is None else 8  # rows that an index of the ring steps over
 
@@ -159,35 +176,38 @@ class Source(NamedTuple):
             stage, start, head, when, *pages_ = (x.registers.item() for x in scalars)
             warp = arith.remui(utils.warp_idx(), _i32(4))
             wanted = arith.cmpi(arith.CmpIPredicate.ne, when, _i32(0))
-            barrier = _barrier(barriers, stage)
-            for mine in range(min(4, len(pages_))):
+            barrier = _barrier(barriers, stage, full.first)
+            together = [dim for dim in gpu.Dimension if ctx.cluster_size[dim] > 1] if self.sharers > 1 else None
+            page_id = (lambda j: _lane(pages_[0], j)) if self.in_lanes else pages_.__getitem__
+            for mine in range(min(4, self.pages)):
                 here = arith.cmpi(arith.CmpIPredicate.eq, warp, _i32((first_warp + mine) % 4))
                 with mgpu.when(arith.andi(here, wanted)):
                     one = utils.single_thread_predicate(scope=utils.ThreadSubset.WARP)
                     if mine == 0:  # bytes may arrive before they are announced: the phase waits for this arrival
                         _expect(barrier, self.block * dim * size, one)
-                    for j in range(mine, len(pages_), 4):
+                    for j in range(mine, self.pages, 4):
                         target = utils.memref_slice(smem, (_index(stage), mgpu.ds(j * (rows // unit), rows // unit)))
                         ctx.async_copy(
                             src_ref=pool,
                             dst_ref=target,
-                            gmem_slice=(_index(pages_[j]), mgpu.ds(_index(start), rows), _index(head)),
+                            gmem_slice=(_index(page_id(j)), mgpu.ds(_index(start), rows), _index(head)),
                             gmem_transform=tiling,
                             swizzle=swizzle,
                             barrier=barrier,
                             arrive=False,
                             predicate=one,
+                            collective=together,
                         )
 
-        scalars = (stage, self._start(block), self.head, jnp.asarray(when).astype(jnp.int32), *ids)
-        inline(pages, ring, full, *(jnp.asarray(x, jnp.int32) for x in scalars))
+        scalars = (stage, self._start(block), self.head, jnp.asarray(when).astype(jnp.int32))
+        inline(pages, ring, full.ref, *(jnp.asarray(x, jnp.int32) for x in scalars), *ids)
 
     def _rows(self, pages, ring, full, stage, block) -> None:
         for j in range(self.block):
             key = jnp.clip(block * self.block + j, 0, self.kv_len - 1)
             page = self.page_table[self.seq, key // self.page] + self.offset
             source = pages.at[page, pl.ds(key % self.page, 1), self.head]
-            plgpu.copy_gmem_to_smem(source, ring.at[stage, pl.ds(j, 1)], full.at[stage])
+            plgpu.copy_gmem_to_smem(source, ring.at[stage, pl.ds(j, 1)], full)
 
     def _gather(self, pages, ring, stage, block) -> None:
         scalar = plgpu.Layout.WG_SPLAT(())
@@ -345,6 +365,12 @@ def swizzled(row, byte, row_bytes: int, swizzle: int | None):
 def shared_address(smem):
     """Address of a reference within shared memory, i32."""
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(smem))
+
+
+def _lane(x, lane: int):
+    # what a lane of this warp holds
+    word = utils.vector.extract(x, dynamic_position=[], static_position=[0])
+    return nvvm.shfl_sync(_i32(-1), word, _i32(lane), _i32(0x1F), nvvm.ShflKind.idx)
 
 
 def _index(x):

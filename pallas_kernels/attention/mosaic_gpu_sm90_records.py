@@ -27,9 +27,19 @@ class Static(NamedTuple):
     max_q_len: int
     words: int  # of a tree's bits a row; 0 without a tree
     sinks: bool
-    dtype: Any  # of queries, and of both products' operands
+    dtype: Any  # of queries
     narrow: Any  # 8-bit float of the pages, which hold its bits; None: pages are of `dtype`
     interpret: bool
+
+    @property
+    def operand(self) -> Any:
+        """Dtype of what products multiply: float16 for 8-bit pages, whose values it holds exactly."""
+        return self.dtype if self.narrow is None else jnp.float16
+
+    @property
+    def wide(self) -> bool:
+        """Whether heads are so wide that no registers are left to load ahead, or to keep what is needed late."""
+        return max(self.k_dim, self.v_dim) > 128
 
     @property
     def q_in_smem(self) -> bool:
@@ -39,7 +49,7 @@ class Static(NamedTuple):
     @property
     def looks_ahead(self) -> bool:
         """Whether the next block's scores are made beside this one's weights, as far as registers go."""
-        return max(self.k_dim, self.v_dim) <= 128 and self.config.block_kv == 64
+        return not self.wide and self.config.block_kv == 64
 
     @property
     def defers(self) -> bool:
@@ -87,26 +97,32 @@ class Item(NamedTuple):
 
 def scratch(static: Static) -> dict:
     """Shared memory and barriers of a program."""
-    config, dtype = static.config, static.dtype
-    full = copies.barriers(config.stages)
+    config, dtype = static.config, static.operand
+    full = copies.barriers(2 * config.stages)  # of keys, then of values: each array takes a KiB at least
     if static.interpret:
         arrivals = copies.arrivals(config.block_kv, static.page_size)
-        full = plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.stages)
-    refs: dict[str, Any] = dict(k_full=full, v_full=full)
+        full = plgpu.Barrier(num_arrivals=arrivals, num_barriers=2 * config.stages)
+    refs: dict[str, Any] = dict(full=full)
     for name, dim in (("k", static.k_dim), ("v", static.v_dim)):
         ring = (config.stages, config.block_kv, dim)
         refs[f"{name}_ring"] = copies.tiled(ring, dtype) if static.narrow is None else plgpu.SMEM(ring, jnp.uint8)
         if static.narrow is not None:
             refs[f"{name}_wide"] = copies.tiled(ring[1:], dtype)
     if config.copies_apart:
-        refs["k_free"] = plgpu.Barrier(num_arrivals=config.groups, num_barriers=config.stages)
-        refs["v_free"] = plgpu.Barrier(num_arrivals=config.groups, num_barriers=config.stages)
+        free: Any = plgpu.Barrier(num_arrivals=config.groups, num_barriers=config.stages)
+        if config.sharers > 1:  # each program's copies go to all
+            axes = ("sharers",)
+            free = plgpu.ClusterBarrier(collective_axes=axes, num_arrivals=config.groups, num_barriers=config.stages)
+        refs |= dict(k_free=free, v_free=free)
     if static.words:
-        refs["bits"] = plgpu.SMEM((static.words, config.rows), jnp.uint32)
-        refs["low"] = plgpu.SMEM((config.rows,), jnp.int32)
+        refs["bits"] = plgpu.SMEM((static.words, config.own_rows), jnp.uint32)
         refs["tree_full"] = plgpu.Barrier(num_arrivals=1 if static.rules.sliding_window is None else 2)
+        if static.rules.sliding_window is not None:
+            refs["low"] = plgpu.SMEM((config.own_rows,), jnp.int32)
     if static.q_in_smem:
         refs["q_tile"] = copies.tiled((config.groups, 64, static.k_dim), dtype)
+        if dtype != static.dtype:
+            refs["scale"] = plgpu.SMEM((64,), jnp.float32)  # 8-bit pages have one warpgroup
     if config.cluster > 1:
         rows = min(static.block_q * static.group, config.rows)
         refs["part"] = plgpu.SMEM((rows, static.v_dim + PART_PAD), jnp.float32)

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 arith, ir, llvm, mgpu_vector = utils.arith, utils.ir, utils.llvm, utils.vector
 
 TILE = plgpu.Layout.WGMMA
+LANES = plgpu.Layout.WG_STRIDED((utils.WARPGROUP_SIZE,), vec_size=1)  # a number a thread
 ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -116,6 +117,28 @@ def load_scalars(ref, row: jax.Array, count: int) -> list[jax.Array]:
     return list(inline(ref, jnp.asarray(row, jnp.int32)))
 
 
+def load_lanes(ref, row, first, last) -> jax.Array:
+    """Lane n of each warp takes `ref[row, min(max(first, 0) + n, last)]` of i32[rows, width], for n under 32."""
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), scalar, scalar, scalar),
+        return_type=plgpu.ShapeDtypeStruct((utils.WARPGROUP_SIZE,), jnp.int32, layout=LANES),
+    )
+    def inline(_, gmem, row, first, last):
+        i32 = ir.IntegerType.get_signless(32)
+        row, first, last = (value_of(x) for x in (row, first, last))
+        lane = arith.remui(utils.thread_idx(), constant(utils.WARP_SIZE))
+        at = arith.minsi(arith.addi(arith.maxsi(first, constant(0)), lane), last)
+        address = address_of(row, ref.shape[1], utils.memref_ptr(gmem), i32)
+        regs = np.empty((1,), dtype=object)
+        word = llvm.load(i32, utils.getelementptr(address, [at], i32))
+        regs[0] = mgpu_vector.broadcast(ir.VectorType.get((1,), i32), word)
+        return mgpu.FragmentedArray(_registers=regs, _layout=LANES.to_mgpu(), _is_signed=True)
+
+    return inline(ref, *(jnp.asarray(x, jnp.int32) for x in (row, first, last)))
+
+
 def _volatile(address, count: int):
     # one 32-bit word, or four at once
     if count == 1:
@@ -124,16 +147,6 @@ def _volatile(address, count: int):
     kind = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
     text = "ld.volatile.global.v4.b32 {$0, $1, $2, $3}, [$4];"
     return llvm.inline_asm(kind, [address], text, "=r,=r,=r,=r,l", has_side_effects=True)
-
-
-def settled(value: jax.Array) -> jax.Array:
-    """The same tile, computed before anything with an effect that follows."""
-
-    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(value.shape, value.dtype, layout=TILE))
-    def inline(_, tile):
-        return mgpu.optimization_barrier(tile)
-
-    return inline(value)
 
 
 def store(ref, value: jax.Array, rows: Rows, *, start: jax.Array | int = 0, interpret: bool) -> None:

@@ -125,3 +125,13 @@ def test_a_call_of_equal_requests_wastes_no_program():
     blocks = np.asarray(cut.items[:, schedules.END] - cut.items[:, schedules.BEGIN])
     assert sorted(set(blocks[np.asarray(cut.items[:, schedules.TOKENS]) > 0].tolist())) == [32]
     assert int(blocks.sum()) == 16 * 64
+
+
+def test_wide_trees_are_shared_by_two_programs_as_far_as_shared_memory_goes():
+    facts = dict(group=4, kv_heads=8, num_seqs=64, head_dim=128, kv_room=4160, page_size=16)
+    wide = heuristic(**facts, max_q_len=64, plain_tree=True)
+    assert (wide.sharers, wide.rows, wide.block_kv, wide.stages) == (2, 256, 128, 3)
+    assert heuristic(**facts, max_q_len=64).block_kv == 64  # more bits a row, or a mask that takes registers
+    assert heuristic(**facts, max_q_len=32, plain_tree=True).sharers == 1  # one program has all 128 rows
+    with pytest.raises(ValueError, match="sharers"):
+        Config(sharers=2)

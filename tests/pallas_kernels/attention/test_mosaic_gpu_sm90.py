@@ -37,11 +37,13 @@ class Case:
     kv_dtype: str | None = None  # 8-bit pages, with a scale
     config: Config | None = None
     seed: int = 0
+    q_size: float = 1.0  # of queries; keys are as much smaller
+    rise: float = 1.0  # how much larger the newest keys are than the oldest, so that maxima keep growing
 
     @property
     def scales(self) -> tuple[float, float]:
         """Of 8-bit keys and values."""
-        return (0.03, 0.07) if self.kv_dtype else (1.0, 1.0)
+        return (0.03 / self.q_size, 0.07) if self.kv_dtype else (1.0, 1.0)
 
 
 def draw(case: Case):
@@ -60,10 +62,11 @@ def draw(case: Case):
         table[b, : need[b]] = order[at : at + need[b]]
         at += need[b]
         keys, values = (round_(rng.standard_normal((n, case.kv_heads, d))) for d in (case.dim, v_dim))
+        keys *= np.linspace(1, case.rise, n, dtype=np.float32)[:, None, None] / np.float32(case.q_size)
         slots = table[b, np.arange(n) // case.page] + total // 2, np.arange(n) % case.page
         k[slots], v[slots] = keys, values
         parts.append((keys, values))
-    q = round_(rng.standard_normal((sum(case.q_lens) + case.padding, heads, case.dim)))
+    q = round_(rng.standard_normal((sum(case.q_lens) + case.padding, heads, case.dim)) * case.q_size)
     cu = np.cumsum([0, *case.q_lens]).astype(np.int32)
     args = dict(
         page_table=jnp.asarray(table),
@@ -182,6 +185,7 @@ LONG = (1000, 17, 64, 1, 0, 333)
 ONE = tuple(min(n, 1) for n in LONG)
 E4, E5 = "float8_e4m3fn", "float8_e5m2"
 WIDE = Config(groups=2, stages=2, block_kv=128)
+TREES = dict(seq_lens=(1000, 150, 700), q_lens=(64, 64, 33), mask="tree")
 SPLIT = Config(splits=True, parts=24)
 DEVICE_CASES = dict(
     decode=Case(seq_lens=LONG, q_lens=ONE, padding=2),
@@ -214,9 +218,23 @@ DEVICE_CASES = dict(
     tree_wide_64=Case(seq_lens=(1000, 150, 700), q_lens=(64, 64, 33), mask="tree", config=Config(groups=2, stages=5)),
     chain_wide=Case(seq_lens=(1000, 150, 700), q_lens=(64, 64, 33), page=64),
     tree_wide_window=Case(seq_lens=(1000, 150, 700), q_lens=(64, 64, 33), mask="tree", window=70, cap=20.0),
+    tree_wide_sharers=Case(**TREES, config=Config(groups=2, stages=3, block_kv=128, sharers=2)),
+    tree_wide_sharers_split=Case(
+        **TREES, sinks=True, config=Config(groups=2, stages=2, block_kv=128, sharers=2, splits=True, parts=12)
+    ),
+    tree_wide_sharers_p64=Case(**TREES, page=64, padding=3, kv_heads=8, config=Config(groups=2, stages=5, sharers=2)),
+    tree_wide_sharers_p8=Case(**TREES, page=8, dim=64, config=Config(groups=2, stages=3, block_kv=128, sharers=2)),
+    tree_wide_rise=Case(**TREES, rise=9.0, config=WIDE),
+    tree_wide_rise_sharers=Case(**TREES, rise=3.0, group=6, page=32, dtype="float16"),
+    chain_wide_sharers=Case(
+        seq_lens=(1000, 150, 700, 0), q_lens=(64, 40, 33, 0), page=64, window=77, sinks=True, padding=5,
+        config=Config(groups=2, stages=3, sharers=2),
+    ),
     padded=Case(seq_lens=(100, 50, 60), q_lens=(1, 1, 1), padding=200, dim=64),
     fp8=Case(seq_lens=LONG, q_lens=ONE, padding=2, kv_dtype=E4),
     fp8_direct=Case(seq_lens=LONG, q_lens=ONE, page=64, kv_heads=8, kv_dtype=E4, config=Config(stages=4)),
+    fp8_large=Case(seq_lens=LONG, q_lens=ONE, kv_dtype=E4, q_size=3e5),
+    fp8_small=Case(seq_lens=LONG, q_lens=ONE, kv_dtype=E4, q_size=1e-6, page=64, rise=2.0),
     fp8_f16=Case(seq_lens=LONG, q_lens=ONE, dim=64, group=7, dtype="float16", kv_dtype=E4),
     fp8_e5m2=Case(seq_lens=LONG, q_lens=ONE, dim=96, v_dim=64, page=256, kv_dtype=E5),
     fp8_e5m2_f16=Case(seq_lens=LONG, q_lens=ONE, page=8, dtype="float16", kv_dtype=E5, config=Config()),
@@ -246,7 +264,7 @@ DEVICE_CASES = dict(
         seq_lens=(1000, 150, 700), q_lens=(64, 64, 33), mask="tree", config=Config(groups=2, stages=3, cluster=4)
     ),
     tree_wide_narrow=Case(seq_lens=(1000, 150, 700), q_lens=(64, 64, 33), mask="tree", config=Config(), group=8),
-)
+)  # fmt: skip
 INTERPRETED = dict(
     decode=Case(seq_lens=(70, 0, 5), q_lens=(1, 0, 1), kv_heads=1, dim=64, padding=1, config=Config(stages=2)),
     fp8=Case(seq_lens=(70,), q_lens=(1,), kv_heads=1, dim=64, page=64, kv_dtype=E4, config=Config(stages=2)),
