@@ -86,7 +86,9 @@ def test_loaders_know_nothing_of_the_rest():
             assert ours <= {"loaders"}, module
 
 
-@pytest.mark.parametrize("module", [m for m in JATTN if unit_of(m) not in ("loaders", "serving", "console", "cli")])
+@pytest.mark.parametrize(
+    "module", [m for m in JATTN if unit_of(m) not in ("training", "loaders", "serving", "console", "cli")]
+)
 def test_attention_alone_needs_no_extra(module):
     roots = {name.split(".")[0] for name in imports(JATTN[module])}
     assert roots <= {"jattn", "pallas_kernels"} | CORE_LIBRARIES | sys.stdlib_module_names

@@ -30,12 +30,12 @@ class Batch:
 class Losses(NamedTuple):
     """Means over the learned tokens, f32[steps] each."""
 
-    cross_entropy: jax.Array  # of the head against the target's distribution over the head's vocabulary, nats
+    divergence: jax.Array  # KL of the target's distribution over the head's vocabulary from the head's, nats
     right: jax.Array  # share of tokens that are the head's likeliest; a token outside its vocabulary never is
 
 
 def unrolled_loss(head: DraftHead, batch: Batch, *, num_steps: int, decay: float = 0.9) -> tuple[jax.Array, Losses]:
-    """Mean over steps of the cross-entropy, step k weighing decay ** k; and what it is made of.
+    """Mean over steps of the divergence, step k weighing decay ** k; and what it is made of.
 
     Raises: TypeError for a head of another kind.
     """
@@ -62,7 +62,7 @@ def unrolled_loss(head: DraftHead, batch: Batch, *, num_steps: int, decay: float
         features = hidden
     found = Losses(*(jnp.stack(part) for part in zip(*losses, strict=True)))
     weights = decay ** jnp.arange(num_steps, dtype=jnp.float32)
-    return jnp.sum(found.cross_entropy * weights) / jnp.sum(weights), found
+    return jnp.sum(found.divergence * weights) / jnp.sum(weights), found
 
 
 def _shifted(x: jax.Array, by: int) -> jax.Array:
@@ -72,12 +72,12 @@ def _shifted(x: jax.Array, by: int) -> jax.Array:
 
 def _compare(logits, want, answer, learn, ids):
     log_q = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    p = jax.nn.softmax(want.astype(jnp.float32), axis=-1)
+    log_p = jax.nn.log_softmax(want.astype(jnp.float32), axis=-1)
     total = jnp.maximum(jnp.sum(learn, dtype=jnp.float32), 1.0)
     best = jnp.argmax(logits, axis=-1)
     best = best if ids is None else ids[best]
     mean = lambda x: jnp.sum(jnp.where(learn, x, 0.0)) / total  # noqa: E731
-    return mean(-jnp.sum(p * log_q, axis=-1)), mean((best == answer).astype(jnp.float32))
+    return mean(jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)), mean((best == answer).astype(jnp.float32))
 
 
 def _layer(head: DraftHead, tokens, features, step: int, keys, values):
