@@ -293,7 +293,8 @@ def check_cache(cache: Cache, plan: Plan, spec: Spec, choice: Choice | None = No
         names, want = "(kv_heads, head_dim, v_head_dim)", (spec.num_kv_heads, spec.head_dim, spec.v_head_dim)
         _check_layout(cache, choice)
         if cache.v is None:
-            names, want, got = "lanes", rows_of(spec).lanes, cache.k.shape[-1]
+            row, names, got = rows_of(spec), "lanes of a token", cache.k.shape[2:]
+            want = tpu_rows.word_shape(row, cache.dtype) if len(got) > 1 else (row.lanes,)
         else:
             got = (cache.k.shape[2], cache.k.shape[3], cache.v.shape[3])
     else:

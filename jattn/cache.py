@@ -11,7 +11,7 @@ from pallas_kernels._common import latent_rows, tpu_rows
 from pallas_kernels.kv_write.move import move_rows
 
 _INT32_ROWS = 2**31 - 1
-_PLAIN, _ROWS = "token_major", "rows"
+_PLAIN, _ROWS, _WORDS = "token_major", "rows", "row_words_"
 _LATENT, _LATENT_LANES, _LATENT_FP8 = "latent_rope", "latent_rope_lanes", "latent_e4m3_rope_bf16"
 _BITS = {"token_major_e4m3_bits": jnp.float8_e4m3fn, "token_major_e5m2_bits": jnp.float8_e5m2}
 """Layouts in which uint8 holds 8-bit floats: XLA:CPU, which has none, would convert the whole pool at each use."""
@@ -51,7 +51,9 @@ class PagedKV:
         Args: dtype: used when `spec.kv_dtype` is None (default float32). k_scale, v_scale: per-tensor scales of a
           quantised cache; with `spec.kv_scales == "token"` scales are measured at each write instead.
           layout: None keeps 8-bit floats as their bits, in uint8; "token_major" keeps them as they are, for kernels
-          that want that (on a CPU each use then converts the whole pool); "rows" is for kernels of TPU.
+          that want that (on a CPU each use then converts the whole pool); "rows" is for
+          kernels of TPU, and becomes "row_words_..." for
+          pages of a size that is no multiple of 8.
         Raises: ValueError if a size is out of range, if a row index would not fit int32, or for another layout.
 
         >>> spec = AttnSpec(num_q_heads=9, num_kv_heads=3, head_dim=64)
@@ -74,8 +76,13 @@ class PagedKV:
                 token = spec.kv_scales == "token"
                 scales[name] = jnp.full(shape if token else (num_layers,), 1.0 if token else value, jnp.float32)
         if layout == _ROWS:
-            lanes = rows_of(spec).lanes
-            return cls(k=jnp.zeros((*shape[:2], lanes), held), v=None, num_layers=num_layers, layout=layout, **scales)
+            row = rows_of(spec)
+            if tpu_rows.held_as_words(page_size):
+                layout = f"{_WORDS}{jnp.dtype(stored).name}"
+                k = jnp.zeros((*shape[:2], *tpu_rows.word_shape(row, stored)), jnp.int32)
+            else:
+                k = jnp.zeros((*shape[:2], row.lanes), held)
+            return cls(k=k, v=None, num_layers=num_layers, layout=layout, **scales)
         return cls(
             k=jnp.zeros((*shape, spec.head_dim), held),
             v=jnp.zeros((*shape, spec.v_head_dim), held),
@@ -92,6 +99,8 @@ class PagedKV:
     @property
     def dtype(self) -> jnp.dtype:
         """What is stored: the dtype of `k` and `v`, or the 8-bit float whose bits they hold."""
+        if self.layout.startswith(_WORDS):
+            return jnp.dtype(self.layout.removeprefix(_WORDS))
         return jnp.dtype(_BITS.get(self.layout, self.k.dtype))
 
     @property

@@ -79,14 +79,14 @@ KERNELS: tuple[KernelRow, ...] = (
     KernelRow(
         set="tpu",
         op="attend",
-        provides=_BASE | _MODEL | {Feature.FULL, Feature.TREE, Feature.FP8_KV, Feature.INT8_KV},
+        provides=_ALL_MHA - {Feature.RAGGED},
         function=attention_tpu.paged_attention,
         ragged=attention_xla.ragged_attention,  # packed keys have no kernel of their own yet
         interpreted=functools.partial(attention_tpu.paged_attention, interpret=pltpu.InterpretParams()),
         layout="rows",
         takes_device=True,
     ),
-    KernelRow(set="tpu", op="write_kv", provides=_ALL_MHA - {Feature.TOKEN_SCALES}, function=kv_write_tpu.write_kv),
+    KernelRow(set="tpu", op="write_kv", provides=_ALL_MHA, function=kv_write_tpu.write_kv),
     KernelRow(
         set="tpu",
         op="merge_states",

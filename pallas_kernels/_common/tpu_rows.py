@@ -83,6 +83,34 @@ def pack(k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.concatenate(parts, axis=-1)
 
 
+def held_as_words(page_size: int) -> bool:
+    """Whether pages of this size are held as words: a page of rows must be whole tiles of 8."""
+    return page_size % 8 != 0
+
+
+def word_shape(row: Row, dtype) -> tuple[int, int, int]:
+    """Shape of a token in 32-bit words: tiles of one row, so that no token shares a tile with another."""
+    return -(-row.lanes * jnp.dtype(dtype).itemsize // (4 * LANES)), 1, LANES
+
+
+def to_words(rows: jax.Array) -> jax.Array:
+    """Rows [..., lanes] as int32 words [..., tiles, 1, 128]: word i of a tile holds entry i of the next 4 / itemsize
+    tiles of the row."""
+    parts = 4 // rows.dtype.itemsize
+    rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, -rows.shape[-1] % (LANES * parts))])
+    tiles = jnp.swapaxes(rows.reshape(*rows.shape[:-1], -1, parts, LANES), -1, -2)
+    tiles = tiles[..., 0] if parts == 1 else tiles
+    return jax.lax.bitcast_convert_type(tiles, jnp.int32)[..., None, :]
+
+
+def from_words(words: jax.Array, dtype, lanes: int) -> jax.Array:
+    """The inverse of `to_words`."""
+    lead, parts = words.shape[:-3], 4 // jnp.dtype(dtype).itemsize
+    tiles = jax.lax.bitcast_convert_type(words[..., 0, :], dtype)
+    rows = tiles if parts == 1 else jnp.swapaxes(tiles, -1, -2)
+    return rows.reshape(*lead, -1)[..., :lanes]
+
+
 def unpack(rows: jax.Array, row: Row) -> tuple[jax.Array, jax.Array]:
     """The inverse of `pack`."""
     middle = row.kv_heads * row.k_dim

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels._common import ints, masks
+from pallas_kernels._common import float8, ints, masks, tpu_rows
 from pallas_kernels._common.masks import Rules, Tree
 from pallas_kernels._common.tpu_devices import Device, device_named
 from pallas_kernels._common.tpu_rows import LANES, Row, round_up
@@ -60,7 +60,8 @@ def paged_attention(
     """Attention of packed queries over pages that already hold their keys; see `pallas_kernels.attention.xla`.
 
     Args: as there, but for the pool, which is one array of rows (`pallas_kernels._common.tpu_rows`):
-      k_pages: [pages_total, page_size, lanes], keys and values of all heads of a token side by side.
+      k_pages: [pages_total, page_size, lanes], keys and values of all heads of a token side by side; of a size that is
+        no multiple of 8 as words, i32[pages_total, page_size, tiles, 1, 128], of entries of `kv_dtype`.
       v_pages: None.
       kv_heads, v_dim: of the rows; None takes q's heads and q's width.
       row: what a row holds, where it is another kind (`tpu_rows.LatentRow`).
@@ -71,7 +72,9 @@ def paged_attention(
     """
     tokens, q_heads, k_dim = q.shape
     row = row or Row(kv_heads=kv_heads or q_heads, k_dim=k_dim, v_dim=v_dim or k_dim)
-    _check(q, k_pages, v_pages, row, page_table, seq_lens, cu_q_lens, num_splits, sinks)
+    words = k_pages.ndim == 5
+    kind = jnp.dtype(kv_dtype) if words and kv_dtype is not None else float8.kind_of(k_pages, kv_dtype)
+    _check(q, k_pages, v_pages, kind, row, page_table, seq_lens, cu_q_lens, num_splits, sinks)
     rules = Rules(sm_scale=sm_scale, mask=mask, logit_soft_cap=logit_soft_cap, sliding_window=sliding_window)
     tree = masks.make_tree(rules, tokens, tree_bits, tree_starts, tree_kv_positions, q_positions)
     chip = device_named(device)
@@ -84,9 +87,10 @@ def paged_attention(
         group=q_heads // row.kv_heads,
         max_q_len=max_q_len,
         page_size=k_pages.shape[1],
-        kv_bytes=k_pages.dtype.itemsize,
+        kv_bytes=kind.itemsize,
+        held_as_words=words,
         q_bytes=max(q.dtype.itemsize, 2),
-        words=0 if tree is None else tree.bits.shape[1] + 1,
+        tree_words=0 if tree is None else tree.bits.shape[1] + 1,
     )
     if config is None:
         configs = heuristic(facts, vmem=vmem, cores=chip.cores)
@@ -97,15 +101,18 @@ def paged_attention(
         _attend_class,
         rules=rules,
         row=row,
+        kind=kind,
         facts=facts,
         page_table=page_table,
         page_offset=page_offset,
         sinks=sinks,
-        scales=tuple(jnp.ones((), jnp.float32) if s is None else s for s in (k_scale, v_scale)),
+        scales=(k_scale, v_scale),
         out_dtype=out_dtype,
         vmem=vmem,
         interpret=interpret,
     )
+    if any(one.parts > 1 for one in configs) and (words or any(s is not None and s.ndim for s in (k_scale, v_scale))):
+        raise ValueError(f"{configs}: parts > 1 takes pages of whole rows, and no scale of each token; want parts=1")
     shortest = 1
     for i, one in enumerate(configs):
         longest = max_q_len if i + 1 == len(configs) else min(one.block_q, max_q_len)
@@ -139,23 +146,25 @@ def vmem_of(device: Device) -> int:
 
 
 def _attend_class(
-    q, pool, items: Items, tree: Tree | None, config: Config, *, rules, row: Row, facts: Facts, page_table, page_offset,
-    sinks, scales, out_dtype, vmem, interpret,
+    q, pool, items: Items, tree: Tree | None, config: Config, *, rules, row: Row, kind, facts: Facts, page_table,
+    page_offset, sinks, scales, out_dtype, vmem, interpret,
 ):  # fmt: skip
     # -> out [splits, tokens, q_heads, v_dim], lse [splits, tokens, q_heads]; wrong where not items.real
-    static = _static(q, pool, page_table, rules, row, facts, config, sinks, tree)
+    static = _static(q, pool, kind, page_table, rules, row, facts, config, sinks, tree)
     chunk, rows = static.table_chunk, static.rows
     table = jnp.pad(page_table, [(0, 0), (0, static.table_chunks * chunk - page_table.shape[1])])
     operands = dict(
         items=schedules.fields(items, tree),
         counts=jnp.stack([items.busy, jnp.asarray(page_offset, jnp.int32)]),
-        scales=jnp.stack([scales[0].astype(jnp.float32) * rules.sm_scale, scales[1].astype(jnp.float32)]),
+        scales=_one_scale(scales, rules),
         table=table.reshape(-1, 1, chunk),
         q=_queries(static, q, items).astype(static.compute),
         pool=pool,
     )
+    if any(scale is not None and scale.ndim for scale in scales):
+        operands["token_scales"] = _scale_blocks(static, scales, page_table, page_offset)
     if tree is not None:
-        lanes = round_up(facts.words, LANES)
+        lanes = round_up(facts.tree_words, LANES)
         operands["bits"] = schedules.tree_rows(items, rules, tree, lanes=lanes)
         if rules.sliding_window is not None:
             operands["places"] = schedules.key_places(items, tree, keys=static.keys, block_kv=static.block_kv)
@@ -165,9 +174,9 @@ def _attend_class(
     return _tokens(static, items, *outs, rows)
 
 
-def _static(q, pool, page_table, rules, row, facts, config, sinks, tree) -> Static:
+def _static(q, pool, kind, page_table, rules, row, facts, config, sinks, tree) -> Static:
     chunk = max(config.block_pages, LANES)
-    wide = jnp.bfloat16 if q.dtype == jnp.bfloat16 and pool.dtype.itemsize <= 2 else jnp.float32
+    wide = jnp.bfloat16 if q.dtype == jnp.bfloat16 and kind.itemsize <= 2 else jnp.float32
     return Static(
         config=config,
         rules=rules,
@@ -176,11 +185,14 @@ def _static(q, pool, page_table, rules, row, facts, config, sinks, tree) -> Stat
         rows=rows_of(config, facts),
         page_size=facts.page_size,
         block_kv=block_kv(config, facts),
+        blocks=-(-page_table.shape[1] // config.block_pages),
         table_chunk=chunk,
         table_chunks=max(-(-page_table.shape[1] // chunk), 1),
-        words=0 if tree is None else tree.bits.shape[1],
+        tree_words=0 if tree is None else tree.bits.shape[1],
         sinks=sinks is not None,
         compute=wide,
+        kind=kind,
+        words=pool.ndim == 5,
     )
 
 
@@ -200,6 +212,29 @@ def _queries(static: Static, q, items: Items):
     wide = placed[0].shape[-1]
     out = jnp.stack(placed, axis=1).reshape(picked.shape[0], static.tiles, heads * group * static.config.block_q, wide)
     return jnp.pad(out, [(0, 0), (0, 0), (0, static.rows - out.shape[2]), (0, 0)])
+
+
+def _one_scale(scales, rules: Rules):
+    # f32[2]: what all scores and all outputs are multiplied by
+    k, v = (jnp.float32(1) if x is None or x.ndim else x.astype(jnp.float32) for x in scales)
+    return jnp.stack([k * rules.sm_scale, v])
+
+
+def _scale_blocks(static: Static, scales, page_table, page_offset):
+    # f32[seqs * blocks, 2 * kv_heads, block_kv]: keys along lanes, as scores have them
+    pages = static.blocks * static.config.block_pages
+    table = jnp.pad(page_table, [(0, 0), (0, pages - page_table.shape[1])])
+
+    def blocks(scale):
+        if scale is None or scale.ndim == 0:
+            return jnp.ones((table.shape[0], static.blocks, static.row.kv_heads, static.keys), jnp.float32)
+        found = ints.clipped(scale.astype(jnp.float32), table + page_offset)  # [seqs, pages, page_size, kv_heads]
+        found = found.reshape(table.shape[0], static.blocks, static.keys, static.row.kv_heads)
+        return jnp.swapaxes(found, 2, 3)
+
+    both = jnp.concatenate([blocks(scale) for scale in scales], axis=2)
+    both = jnp.pad(both, [(0, 0)] * 3 + [(0, static.block_kv - static.keys)])
+    return both.reshape(-1, *both.shape[2:])
 
 
 def _sink_rows(static: Static, sinks):
@@ -244,7 +279,7 @@ def _launch(static: Static, operands: dict, out_dtype, vmem: int, interpret):
     carry, depth = (tiles, rows, LANES), tpu_ahead.DEPTH if config.parts > 1 else 2
     scratch = dict(
         table_smem=pltpu.SMEM((2, 1, static.table_chunk), jnp.int32),
-        kv=pltpu.VMEM((depth, static.block_kv, row.lanes), operands["pool"].dtype),
+        kv=pltpu.VMEM((1 if static.words else depth, static.block_kv, row.lanes), static.kind),
         q_vmem=pltpu.VMEM((depth, tiles, rows, wide_k), static.compute),
         top=pltpu.VMEM(carry, jnp.float32),
         total=pltpu.VMEM(carry, jnp.float32),
@@ -252,12 +287,15 @@ def _launch(static: Static, operands: dict, out_dtype, vmem: int, interpret):
         out_vmem=pltpu.VMEM((2, tiles, rows, wide_v), out_dtype),
         lse_vmem=pltpu.VMEM((2, *carry), jnp.float32),
     )
-    for name in ("bits", "places"):
+    if static.words:
+        scratch["kv_words"] = pltpu.VMEM((2, static.block_kv, *operands["pool"].shape[2:]), jnp.int32)
+    for name in ("bits", "places", "token_scales"):
         if name in operands:
-            scratch[f"{name}_vmem"] = pltpu.VMEM((depth, *operands[name].shape[1:]), jnp.int32)
+            scratch[f"{name}_vmem"] = pltpu.VMEM((depth, *operands[name].shape[1:]), operands[name].dtype)
     if config.parts > 1:
         scratch["raw"] = pltpu.VMEM((rows, static.block_kv // config.parts), jnp.float32)
-    scratch |= {f"{name}_sem": pltpu.SemaphoreType.DMA((depth,)) for name in ("table", "kv", "q", "bits", "out")}
+    semaphores = ("table", "kv", "q", "scale", "bits", "out")
+    scratch |= {f"{name}_sem": pltpu.SemaphoreType.DMA((depth,)) for name in semaphores}
     names = (*operands, *results, *scratch)
 
     def body(*refs):
@@ -284,7 +322,7 @@ def _cost(static: Static, operands: dict) -> pl.CostEstimate:
     rows = row.kv_heads * static.group * static.config.block_q
     return pl.CostEstimate(
         flops=2 * keys * rows * (row.k_dim + row.v_dim),
-        bytes_accessed=keys * row.lanes * operands["pool"].dtype.itemsize,
+        bytes_accessed=keys * row.lanes * static.kind.itemsize,
         transcendentals=keys * rows,
     )
 
@@ -293,15 +331,20 @@ _FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 _NARROW = tuple(jnp.dtype(kind) for kind in (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2))
 
 
-def _check(q, pool, v_pages, row: Row, page_table, seq_lens, cu_q_lens, num_splits: int, sinks) -> None:
-    if v_pages is not None or pool.ndim != 3 or pool.shape[2] != row.lanes or q.shape[1] % row.kv_heads:
+def _check(q, pool, v_pages, kind, row: Row, page_table, seq_lens, cu_q_lens, num_splits: int, sinks) -> None:
+    if pool.ndim == 5 and pool.dtype == jnp.int32:
+        fits = pool.shape[2:] == tpu_rows.word_shape(row, kind)
+    else:
+        fits = pool.ndim == 3 and pool.shape[2] == row.lanes
+    if v_pages is not None or not fits or q.shape[1] % row.kv_heads:
         raise ValueError(
             f"pool{list(pool.shape)} for q{list(q.shape)} and {row}: the TPU kernel wants one array [pages, page_size, "
-            f"lanes={row.lanes}] of rows, and a multiple of the KV heads; make the cache with layout='rows'"
+            f"lanes={row.lanes}] of rows (or of words), and a multiple of the KV heads; make the cache "
+            "with layout='rows'"
         )
-    if q.dtype not in _FLOATS or pool.dtype not in _FLOATS + _NARROW:
+    if q.dtype not in _FLOATS or kind not in _FLOATS + _NARROW:
         raise ValueError(
-            f"q and pool are {q.dtype} and {pool.dtype}: the TPU kernel wants bfloat16 or float32 queries, and pages "
+            f"q and pool are {q.dtype} and {kind}: the TPU kernel wants bfloat16 or float32 queries, and pages "
             "of those, int8 or 8-bit floats; resolve with prefer=('xla',)"
         )
     if page_table.shape[0] != seq_lens.shape[0] or cu_q_lens.shape != (seq_lens.shape[0] + 1,):

@@ -37,7 +37,8 @@ class Facts:
     page_size: int
     kv_bytes: int  # of an element of the pool
     q_bytes: int
-    words: int = 0  # of tree bits a query
+    tree_words: int = 0  # of tree bits a query
+    held_as_words: bool = False  # whether a block is unpacked from words
 
 
 def rows_of(config: Config, facts: Facts) -> int:
@@ -56,11 +57,11 @@ def vmem_bytes(config: Config, facts: Facts) -> int:
     tiles = row.kv_heads // config.heads
     wide_k, wide_v = (row.window(side, 0, config.heads)[1] for side in "kv")
     depth = 3 if config.parts > 1 else 2
-    kv = depth * keys * row.lanes * facts.kv_bytes
+    kv = (depth + facts.held_as_words) * keys * row.lanes * facts.kv_bytes
     q = depth * tiles * rows * wide_k * facts.q_bytes
     out = 2 * tiles * rows * (wide_v * facts.q_bytes + LANES * 4)
     carry = tiles * rows * (2 * LANES + wide_v) * 4
-    bits = 2 * round_up(config.block_q, 8) * round_up(facts.words, LANES) * 4 if facts.words else 0
+    bits = 2 * round_up(config.block_q, 8) * round_up(facts.tree_words, LANES) * 4 if facts.tree_words else 0
     live = (tiles if config.unroll_heads else 2) * rows * keys * (4 + 4 + facts.q_bytes)
     wider = 2 * keys * (wide_k + wide_v) * 4 if facts.kv_bytes != facts.q_bytes or facts.q_bytes > 2 else 0
     raw = rows * keys // config.parts * 4 if config.parts > 1 else 0

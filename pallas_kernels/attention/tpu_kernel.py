@@ -36,11 +36,14 @@ class Static:
     rows: int  # of a product
     page_size: int
     block_kv: int  # keys of a block in whole registers of lanes
+    blocks: int  # of a request's table
     table_chunk: int  # page ids fetched at once
     table_chunks: int  # of a request
-    words: int  # of tree bits a query, 0 without a tree
+    tree_words: int  # of tree bits a query, 0 without a tree
     sinks: bool
     compute: Any  # dtype of the products
+    kind: Any  # dtype of keys and values
+    words: bool  # whether pages hold 32-bit words, a token a tile row
 
     @property
     def tiles(self) -> int:
@@ -64,16 +67,19 @@ class Refs(NamedTuple):
     items: Any  # smem i32[fields * items]
     counts: Any  # smem i32[2]: busy items, page offset
     scales: Any  # smem f32[2]: of keys and values
+    token_scales: Any  # hbm f32[seqs * blocks, 2 * kv_heads, block_kv]: of keys, then of values; None for one for all
     table: Any  # hbm i32[seqs * chunks, 1, table_chunk]
     q: Any  # hbm [items, tiles, rows, wide_k]
-    pool: Any  # hbm [pages, page_size, lanes]
+    pool: Any  # hbm [pages, page_size, lanes], or i32[pages, page_size, tiles, 1, 128]
     bits: Any  # hbm i32[items, block_q, lanes]: tree bits, then the query's position; None without a tree
     sinks: Any  # vmem f32[tiles, rows, 128], None without
     places: Any  # hbm i32[items, 1, node_keys]: positions of keys from the first block with nodes on; None: no window
     out: Any  # hbm [items, tiles, rows, wide_v]
     lse: Any  # hbm f32[items, tiles, rows, 128]
     table_smem: Any
-    kv: Any  # vmem [2, block_kv, lanes]
+    token_scales_vmem: Any  # vmem f32[2, 2 * kv_heads, block_kv]
+    kv: Any  # vmem [2, block_kv, lanes]; [1, ...] with words
+    kv_words: Any  # vmem i32[2, block_kv, tiles, 1, 128], None without words
     q_vmem: Any  # vmem [2, tiles, rows, wide_k]
     bits_vmem: Any  # vmem i32[2, block_q, lanes]
     places_vmem: Any  # vmem i32[2, 1, node_keys]
@@ -86,6 +92,7 @@ class Refs(NamedTuple):
     table_sem: Any
     kv_sem: Any
     q_sem: Any
+    scale_sem: Any
     bits_sem: Any
     out_sem: Any
     core: Any  # this program's number
@@ -172,16 +179,20 @@ def _attend_item(static: Static, refs: Refs, item_of, mine, k, step):
                 table_copy(static, refs, item_of(k2).seq, j2, slot).start()
 
         wait_block(static, refs, item, j, slot)
+        scales = _token_scales(static, refs, slot) if refs.token_scales is not None else None
+        if static.words:
+            _unpack_words(static, refs, slot)
+            slot = 0
         whole = is_whole(static, item, j)
 
         @pl.when(whole)
         def _():
-            _attend_block(static, refs, item, j, slot, place, masked=False)
+            _attend_block(static, refs, item, j, slot, place, scales, masked=False)
 
         @pl.when(jnp.logical_not(whole))
         def _():
             clear(static, refs, item, j, slot)
-            _attend_block(static, refs, item, j, slot, place, masked=True)
+            _attend_block(static, refs, item, j, slot, place, scales, masked=True)
 
         return step + 1
 
@@ -225,8 +236,14 @@ def _held_pages(static: Static, item: Item, j):
 
 
 def _page_copy(static: Static, refs: Refs, i, page, slot):
-    rows = pl.ds(pl.multiple_of(i * static.page_size, static.page_size), static.page_size)
-    return pltpu.make_async_copy(refs.pool.at[page], refs.kv.at[slot, rows], refs.kv_sem.at[slot])
+    rows = pl.ds(i * static.page_size, static.page_size)
+    if not static.words:
+        rows = pl.ds(pl.multiple_of(i * static.page_size, static.page_size), static.page_size)
+    return pltpu.make_async_copy(refs.pool.at[page], _arriving(static, refs).at[slot, rows], refs.kv_sem.at[slot])
+
+
+def _arriving(static: Static, refs: Refs):
+    return refs.kv_words if static.words else refs.kv
 
 
 def start_block(static: Static, refs: Refs, item: Item, j, slot, table) -> None:
@@ -234,6 +251,8 @@ def start_block(static: Static, refs: Refs, item: Item, j, slot, table) -> None:
     pages = static.config.block_pages
     base = lax.rem(j * pages, static.table_chunk)
     first, last = _held_pages(static, item, j)
+    if refs.token_scales is not None:
+        _scales_copy(static, refs, item, j, slot).start()
 
     def start(i, _):
         page = refs.table_smem[table, 0, base + i] + refs.counts[1]
@@ -251,8 +270,15 @@ def start_block(static: Static, refs: Refs, item: Item, j, slot, table) -> None:
         lax.fori_loop(first, last, start, 0)
 
 
+def _scales_copy(static: Static, refs: Refs, item: Item, j, slot):
+    source = refs.token_scales.at[item.seq * static.blocks + j]
+    return pltpu.make_async_copy(source, refs.token_scales_vmem.at[slot], refs.scale_sem.at[slot])
+
+
 def wait_block(static: Static, refs: Refs, item: Item, j, slot) -> None:
     first, last = _held_pages(static, item, j)
+    if refs.token_scales is not None:
+        _scales_copy(static, refs, item, j, slot).wait()
 
     def wait(i, _):
         _page_copy(static, refs, 0, 0, slot).wait()
@@ -262,12 +288,32 @@ def wait_block(static: Static, refs: Refs, item: Item, j, slot) -> None:
 
     @pl.when(whole)
     def _():
-        held = refs.kv.at[slot, pl.ds(0, static.keys)]
+        held = _arriving(static, refs).at[slot, pl.ds(0, static.keys)]
         pltpu.make_async_copy(held, held, refs.kv_sem.at[slot]).wait()  # the bytes of all pages at once
 
     @pl.when(jnp.logical_not(whole))
     def _():
         lax.fori_loop(first, last, wait, 0)
+
+
+def _unpack_words(static: Static, refs: Refs, slot) -> None:
+    # a block of words as rows: word i of a tile row holds entry i of the next `parts` tiles of that token
+    parts = 4 // jnp.dtype(static.kind).itemsize
+    bits, step = 32 // parts, 8 * parts
+
+    def unpack(group, _):
+        at = pl.ds(pl.multiple_of(group * step, step), step)
+        for tile in range(refs.kv.shape[2] // LANES):
+            rows = [pl.ds(group * step + i, 8, stride=parts) for i in range(parts)]
+            words = [refs.kv_words[slot, row, tile // parts, 0] for row in rows]
+            out = words[0]
+            if parts > 1:
+                picked = [lax.shift_right_logical(x, bits * (tile % parts)) & ((1 << bits) - 1) for x in words]
+                out = functools.reduce(jnp.bitwise_or, (x << bits * i for i, x in enumerate(picked)))
+            refs.kv[0, at, tile * LANES : (tile + 1) * LANES] = pltpu.bitcast(out, static.kind)
+        return 0
+
+    lax.fori_loop(0, static.block_kv // step, unpack, 0)
 
 
 def is_whole(static: Static, item: Item, j):
@@ -289,20 +335,30 @@ def is_whole(static: Static, item: Item, j):
 
 def clear(static: Static, refs: Refs, item: Item, j, slot) -> None:
     # Rows of values that nothing was copied to, or that hold no token, may be NaN: a weight of 0 would not help.
+    if not jnp.issubdtype(static.kind, jnp.floating):
+        return
     begin, first_lane = item.low - j * static.keys, static.row.offset("v", 0) // LANES * LANES
     end = jnp.minimum(item.high - j * static.keys, static.keys)
-    step = 16
+    parts = 4 // jnp.dtype(static.kind).itemsize
+    step, bits = 8 * parts, 32 // parts
 
     def zero(i, _):
         at = pl.ds(pl.multiple_of(i * step, step), step)
-        rows = i * step + lax.broadcasted_iota(jnp.int32, (step, 1), 0)
-        old = refs.kv[slot, at, first_lane:]
-        held = jnp.broadcast_to((rows >= begin) & (rows < end), old.shape)
-        refs.kv[slot, at, first_lane:] = jnp.where(held, old, jnp.zeros_like(old))
+        old = pltpu.bitcast(refs.kv[slot, at, first_lane:], jnp.int32)  # entries of `parts` rows a word
+        row = i * step + parts * lax.broadcasted_iota(jnp.int32, old.shape, 0)
+        keep = jnp.zeros_like(old)
+        for part in range(parts):
+            held = (row + part >= begin) & (row + part < end)
+            keep |= jnp.where(held, _signed(((1 << bits) - 1) << bits * part), 0)
+        refs.kv[slot, at, first_lane:] = pltpu.bitcast(old & keep, static.kind)
         return 0
 
     lax.fori_loop(0, jnp.clip((begin + step - 1) // step, 0, static.block_kv // step), zero, 0)
     lax.fori_loop(jnp.clip(end // step, 0, static.block_kv // step), static.block_kv // step, zero, 0)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >= 1 << 31 else word
 
 
 def visible(static: Static, refs: Refs, item: Item, j, place):
@@ -330,14 +386,14 @@ def visible(static: Static, refs: Refs, item: Item, j, place):
 def _bits(static: Static, refs: Refs, node, place):
     words = refs.bits_vmem[place]
     picked = jnp.zeros(node.shape, jnp.int32)
-    for word in range(static.words):
+    for word in range(static.tree_words):
         picked = jnp.where(node >> 5 == word, jnp.broadcast_to(words[:, word : word + 1], node.shape), picked)
     return (lax.shift_right_logical(picked, node & 31) & 1) == 1
 
 
 def _place(static: Static, refs: Refs, place):
     # position of each query token, [block_q, 1]
-    return refs.bits_vmem[place][:, static.words : static.words + 1]
+    return refs.bits_vmem[place][:, static.tree_words : static.tree_words + 1]
 
 
 def _key_places(static: Static, refs: Refs, keys, j, item: Item, place):
@@ -356,19 +412,19 @@ def _scores(static: Static, raw, scale):
     return jnp.tanh(raw * (scale / cap)) * (cap * LOG2E)
 
 
-def _attend_block(static: Static, refs: Refs, item: Item, j, slot, place, *, masked: bool) -> None:
+def _attend_block(static: Static, refs: Refs, item: Item, j, slot, place, scales, *, masked: bool) -> None:
     seen = visible(static, refs, item, j, place) if masked else None
     if static.config.unroll_heads:
         tiles = list(range(static.tiles))
         raws = [raw_scores(static, refs, tile, slot, place) for tile in tiles]
-        states = [fold(static, refs, tile, slot, raw, seen) for tile, raw in zip(tiles, raws, strict=True)]
+        states = [fold(static, refs, tile, slot, raw, seen, scales) for tile, raw in zip(tiles, raws, strict=True)]
         for tile, state in zip(tiles, states, strict=True):
             refs.top[tile], refs.total[tile], refs.acc[tile] = state
         return
 
     def one(tile, _):
         raw = raw_scores(static, refs, tile, slot, place)
-        refs.top[tile], refs.total[tile], refs.acc[tile] = fold(static, refs, tile, slot, raw, seen)
+        refs.top[tile], refs.total[tile], refs.acc[tile] = fold(static, refs, tile, slot, raw, seen, scales)
         return 0
 
     lax.fori_loop(0, static.tiles, one, 0)
@@ -396,11 +452,13 @@ def raw_scores(static: Static, refs: Refs, tile, slot, place, keys: Any = slice(
     return lax.dot_general(q, k, dims, precision=static.precision, preferred_element_type=jnp.float32)
 
 
-def fold(static: Static, refs: Refs, tile, slot, raw, seen, state=None, keys: Any = slice(None)):
+def fold(static: Static, refs: Refs, tile, slot, raw, seen, scales=None, state=None, keys: Any = slice(None)):
     """The state (top, total, acc) of a tile once it has seen the keys of some scores.
 
     Args: seen: bool[block_q, keys], None where all are. state: by default what `refs` hold.
     """
+    if scales is not None:
+        raw *= scales("k", tile)
     old, old_total, acc = state or (refs.top[tile], refs.total[tile], refs.acc[tile])
     scores = _scores(static, raw, refs.scales[0])
     if seen is not None:
@@ -410,6 +468,10 @@ def fold(static: Static, refs: Refs, tile, slot, raw, seen, state=None, keys: An
     weights = jnp.exp2(scores - _wide(safe, scores.shape[1]))
     decay = jnp.exp2(old - safe)
     total = old_total * decay + functools.reduce(jnp.add, _registers(weights))
+    if scales is not None:
+        weights *= scales("v", tile)
+        if seen is not None:  # where no token is, a scale may be NaN
+            weights = jnp.where(_for_rows(static, seen), weights, 0.0)
     v = _window(static, refs, "v", tile, slot, keys)
     dims = (((1,), (0,)), ((), ()))
     part = lax.dot_general(
@@ -425,6 +487,20 @@ def _wide(x, lanes: int):
 
 def _registers(x):
     return [x[:, at : at + LANES] for at in range(0, x.shape[1], LANES)]
+
+
+def _token_scales(static: Static, refs: Refs, slot):
+    # (side, tile) -> [rows, block_kv]: the scale of each key for the head of each row
+    heads, copies = static.config.heads, static.group * static.config.block_q
+
+    def of(side: str, tile):
+        base = (0 if side == "k" else static.row.kv_heads) + tile * heads
+        held = [refs.token_scales_vmem[slot, pl.ds(base + head, 1)] for head in range(heads)]
+        wide = [jnp.broadcast_to(x, (copies, x.shape[1])) for x in held]
+        wide += [jnp.broadcast_to(held[0], (static.rows - heads * copies, static.block_kv))]
+        return jnp.concatenate([x for x in wide if x.shape[0]], axis=0)
+
+    return of
 
 
 def _for_rows(static: Static, seen):

@@ -59,7 +59,7 @@ def attend_latent(
             page_size=pages.shape[1],
             kv_bytes=pages.dtype.itemsize,
             q_bytes=max(q.dtype.itemsize, 2),
-            words=0 if tree_bits is None else tree_bits.shape[1] + 1,
+            tree_words=0 if tree_bits is None else tree_bits.shape[1] + 1,
         )
         config = heuristic(facts, vmem=attention.vmem_of(chip), cores=chip.cores)
     return attention.paged_attention(

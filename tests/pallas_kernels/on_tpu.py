@@ -41,20 +41,26 @@ def paged_attention(q, k_pages, v_pages, *, kv_dtype=None, **more):
         return attention_xla.paged_attention(q, k_pages, v_pages, kv_dtype=kv_dtype, **more)
     rows = tpu_rows.pack(*(float8.to_stored(x, kind) for x in (k_pages, v_pages)))
     heads, v_dim = k_pages.shape[2], v_pages.shape[3]
+    if tpu_rows.held_as_words(k_pages.shape[1]):
+        rows, more["kv_dtype"] = tpu_rows.to_words(rows), kind
     return attention.paged_attention(q, rows, None, kv_heads=heads, v_dim=v_dim, interpret=INTERPRET, **more)
 
 
 def write_kv(k_pages, v_pages, k, v, slots, *, kv_dtype=None, **more):
     """As `pallas_kernels.kv_write.xla.write_kv`."""
     kind = float8.kind_of(k_pages, kv_dtype)
-    fits = "k_scales" not in more and kind != jnp.float16
+    fits = kind != jnp.float16
     SERVED["write_kv"].append(fits)
     if not fits:
         return kv_write_xla.write_kv(k_pages, v_pages, k, v, slots, kv_dtype=kv_dtype, **more)
     row = tpu_rows.Row(kv_heads=k.shape[1], k_dim=k.shape[2], v_dim=v.shape[2])
     rows = tpu_rows.pack(*(float8.to_stored(x, kind) for x in (k_pages, v_pages)))
-    rows, _ = kv_write.write_kv(rows, None, k, v, slots, **more)
-    return tuple(float8.to_stored(x, k_pages.dtype) for x in tpu_rows.unpack(rows, row))
+    if tpu_rows.held_as_words(k_pages.shape[1]):
+        words, _, *scales = kv_write.write_kv(tpu_rows.to_words(rows), None, k, v, slots, kv_dtype=kind, **more)
+        rows = tpu_rows.from_words(words, kind, row.lanes)
+    else:
+        rows, _, *scales = kv_write.write_kv(rows, None, k, v, slots, **more)
+    return *(float8.to_stored(x, k_pages.dtype) for x in tpu_rows.unpack(rows, row)), *scales
 
 
 def attend_latent(q, pages, **more):
