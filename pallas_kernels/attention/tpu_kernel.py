@@ -417,14 +417,16 @@ def _attend_block(static: Static, refs: Refs, item: Item, j, slot, place, scales
     if static.config.unroll_heads:
         tiles = list(range(static.tiles))
         raws = [raw_scores(static, refs, tile, slot, place) for tile in tiles]
-        states = [fold(static, refs, tile, slot, raw, seen, scales) for tile, raw in zip(tiles, raws, strict=True)]
+        states = [
+            fold(static, refs, tile, slot, raw, seen, scales=scales) for tile, raw in zip(tiles, raws, strict=True)
+        ]
         for tile, state in zip(tiles, states, strict=True):
             refs.top[tile], refs.total[tile], refs.acc[tile] = state
         return
 
     def one(tile, _):
         raw = raw_scores(static, refs, tile, slot, place)
-        refs.top[tile], refs.total[tile], refs.acc[tile] = fold(static, refs, tile, slot, raw, seen, scales)
+        refs.top[tile], refs.total[tile], refs.acc[tile] = fold(static, refs, tile, slot, raw, seen, scales=scales)
         return 0
 
     lax.fori_loop(0, static.tiles, one, 0)
@@ -452,7 +454,7 @@ def raw_scores(static: Static, refs: Refs, tile, slot, place, keys: Any = slice(
     return lax.dot_general(q, k, dims, precision=static.precision, preferred_element_type=jnp.float32)
 
 
-def fold(static: Static, refs: Refs, tile, slot, raw, seen, scales=None, state=None, keys: Any = slice(None)):
+def fold(static: Static, refs: Refs, tile, slot, raw, seen, state=None, keys: Any = slice(None), scales=None):
     """The state (top, total, acc) of a tile once it has seen the keys of some scores.
 
     Args: seen: bool[block_q, keys], None where all are. state: by default what `refs` hold.
