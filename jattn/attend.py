@@ -7,7 +7,7 @@ import jax
 import pallas_kernels.merge_states.xla as merge_xla
 from jattn.cache import MLACache, PagedKV, RaggedKV, rows_of
 from jattn.plan import Plan
-from jattn.resolve import Choice, NoBackendError
+from jattn.resolve import Choice
 from jattn.spec import AttnSpec, MLASpec
 from pallas_kernels._common import latent_rows, tpu_rows
 
@@ -181,10 +181,7 @@ def apply_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> jax.Array:
 
 
 def _attend_ragged(q, kv: RaggedKV, choice: Choice, common):
-    function = choice.row("attend").ragged
-    if function is None:
-        raise NoBackendError(f"{choice.row('attend').name} attends to paged keys only; resolve with prefer=('xla',)")
-    return function(q, kv.k, kv.v, cu_kv_lens=kv.cu_kv_lens, **common)
+    return choice.ragged()(q, kv.k, kv.v, cu_kv_lens=kv.cu_kv_lens, **common)
 
 
 def _attend_latent(q, kv: MLACache, plan: Plan, layer, spec: MLASpec, choice: Choice, mask: str, sinks):

@@ -13,6 +13,7 @@ import jax.experimental.pallas.tpu as pltpu
 
 import pallas_kernels.attention.mosaic_gpu_sm90 as attention_sm90
 import pallas_kernels.attention.tpu as attention_tpu
+import pallas_kernels.attention.tpu_ragged as attention_tpu_ragged
 import pallas_kernels.attention.xla as attention_xla
 import pallas_kernels.kv_write.mosaic_gpu_sm90 as kv_write_sm90
 import pallas_kernels.kv_write.tpu as kv_write_tpu
@@ -34,6 +35,7 @@ class KernelRow:
     provides: frozenset[Feature]
     function: Callable | None = None  # None: declared
     ragged: Callable | None = None  # "attend" only: the same over packed keys
+    ragged_interpreted: Callable | None = None
     interpreted: Callable | None = None  # stands in on a CPU, where a Pallas kernel for another device cannot run
     layout: str = "token_major"  # "attend", "attend_latent": how the cache must lie, as the caches' `create` names it
     takes_device: bool = False  # whether sizes depend on the generation, so that it takes `device=` by platform name
@@ -79,9 +81,10 @@ KERNELS: tuple[KernelRow, ...] = (
     KernelRow(
         set="tpu",
         op="attend",
-        provides=_ALL_MHA - {Feature.RAGGED},
+        provides=_ALL_MHA,
         function=attention_tpu.paged_attention,
-        ragged=attention_xla.ragged_attention,  # packed keys have no kernel of their own yet
+        ragged=attention_tpu_ragged.ragged_attention,
+        ragged_interpreted=functools.partial(attention_tpu_ragged.ragged_attention, interpret=pltpu.InterpretParams()),
         interpreted=functools.partial(attention_tpu.paged_attention, interpret=pltpu.InterpretParams()),
         layout="rows",
         takes_device=True,

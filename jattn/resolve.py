@@ -40,7 +40,17 @@ class Choice:
         row = self.row(op)
         if row.function is None:
             raise NoBackendError(f"{row.name} is declared, not written yet: resolve without include_declared")
-        function = row.interpreted if self.interpret and row.interpreted is not None else row.function
+        return self._ready(row, row.function, row.interpreted)
+
+    def ragged(self) -> Callable:
+        """The code of "attend" over packed keys. Raises NoBackendError if that kernel has none."""
+        row = self.row("attend")
+        if row.ragged is None:
+            raise NoBackendError(f"{row.name} attends to paged keys only; resolve with prefer=('xla',)")
+        return self._ready(row, row.ragged, row.ragged_interpreted)
+
+    def _ready(self, row: KernelRow, function: Callable, interpreted: Callable | None) -> Callable:
+        function = interpreted if self.interpret and interpreted is not None else function
         return functools.partial(function, device=self.platform) if row.takes_device else function
 
     @property

@@ -12,6 +12,7 @@ from tpu_target import GENERATIONS, Compiler, Generation
 
 from pallas_kernels._common.tpu_rows import Row
 from pallas_kernels.attention import tpu as attention
+from pallas_kernels.attention import tpu_ragged
 from pallas_kernels.attention.tpu_config import Config
 from pallas_kernels.merge_states import tpu as merge_states
 from pallas_kernels.mla import tpu as mla
@@ -87,6 +88,36 @@ class Attention(_Case):
             device=f"tpu-{generation.name}",
         )
         return lambda arrays: attention.paged_attention(**arrays, **static), arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Ragged(_Case):
+    """A call of the attention over packed keys, as expanded latents and plain prefill make it."""
+
+    seqs: int = 4
+    tokens: int = 2048
+    kv_tokens: int = 2048
+    kv_heads: int = 128
+    group: int = 1
+    dim: int = 192
+    v_dim: int = 128
+    mask: str = "causal"
+
+    def build(self, generation: Generation) -> tuple[Callable, dict]:
+        """The call, and the shapes of its arrays."""
+
+        def shape(*sizes, dtype="bfloat16"):
+            return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+        arrays = dict(
+            q=shape(self.tokens, self.kv_heads * self.group, self.dim),
+            k=shape(self.kv_tokens, self.kv_heads, self.dim),
+            v=shape(self.kv_tokens, self.kv_heads, self.v_dim),
+            cu_kv_lens=shape(self.seqs + 1, dtype="int32"),
+            cu_q_lens=shape(self.seqs + 1, dtype="int32"),
+        )
+        static = dict(max_q_len=self.tokens, sm_scale=self.dim**-0.5, mask=self.mask, device=f"tpu-{generation.name}")
+        return lambda arrays: tpu_ragged.ragged_attention(**arrays, **static), arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +203,10 @@ def _attention_cases() -> list[Attention]:
 
 KERNELS: dict[str, Callable[[], list]] = {
     "tpu/attend": _attention_cases,
+    "tpu/attend, packed": lambda: [
+        *(Ragged(), Ragged(seqs=16, kv_tokens=16384, mask="full"), Ragged(kv_heads=16)),
+        *(Ragged(kv_heads=8, group=4, dim=128), Ragged(seqs=1, kv_heads=20)),
+    ],
     "tpu/attend_latent": lambda: [
         *(Latent(), Latent(heads=16), Latent(heads=20, latent=192, rope=192), Latent(heads=128, page=256)),
         *(Latent(q_len=8), Latent(q_len=8, mask="tree"), Latent(heads=16, q_len=8, mask="tree"), Latent(splits=4)),

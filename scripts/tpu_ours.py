@@ -93,7 +93,15 @@ def _latent(case: Latents, page: int, generation: Generation) -> Call:
         * tiles
     )
     sizes = f"{config.block_pages} pages of {page}, {config.block_q} queries of {config.heads * group} heads"
-    return Call(function=function, arrays=arrays, inside="jattn_attention", trips=trips, cores=2, sizes=sizes)
+    return Call(
+        function=function,
+        arrays=arrays,
+        inside="jattn_attention",
+        trips=trips,
+        cores=2,
+        sizes=sizes,
+        hbm_bytes=case.hbm_bytes(row.lanes),
+    )
 
 
 def rows() -> list[Row]:

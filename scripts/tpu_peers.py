@@ -115,7 +115,15 @@ def _tokamax_mla(case: Latents, generation: Generation) -> Call:
     blocks = case.kv_len // (page * pages)
     requests = math.ceil(case.seqs / batch) if case.q_len == 1 else case.seqs
     sizes = f"{batch if case.q_len == 1 else 1} x {pages} pages of {page}"
-    return Call(function=function, arrays=arrays, inside="", trips=requests * blocks, donate=(4,), sizes=sizes)
+    return Call(
+        function=function,
+        arrays=arrays,
+        inside="",
+        trips=requests * blocks,
+        donate=(4,),
+        sizes=sizes,
+        hbm_bytes=case.hbm_bytes(case.latent + 128),
+    )
 
 
 def _vmem(generation: Generation) -> int:

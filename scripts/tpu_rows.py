@@ -28,6 +28,7 @@ class Call:
     cores: int = 1  # that share the trips
     donate: tuple[int, ...] = ()
     sizes: str = ""  # block sizes, as text
+    hbm_bytes: int | None = None  # what the kernel moves, where its layout is wider than the work
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +96,18 @@ class Latents:
     def tokens(self) -> int:
         return self.seqs * self.q_len
 
+    def hbm_bytes(self, lanes: int) -> int:
+        """Bytes of rows of so many entries, of queries and of outputs."""
+        rows = 2 * self.tokens * self.heads * (2 * self.latent + self.rope)
+        return 2 * self.seqs * self.kv_len * lanes + rows
+
     @property
     def work(self) -> Work:
         width = self.latent + self.rope
-        rows = 2 * self.tokens * self.heads * (width + self.latent)
         pairs = self.seqs * causal_pairs(self.q_len, self.kv_len)
         return Work(
             name=self.name,
-            hbm_bytes=2 * self.seqs * self.kv_len * width + rows,
+            hbm_bytes=self.hbm_bytes(width),
             flops=2 * pairs * self.heads * (width + self.latent),
         )
 

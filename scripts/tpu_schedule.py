@@ -109,7 +109,7 @@ def _result(row, call, loop: Loop, generation) -> dict:
     times = {
         "bundles_us": trips * loop.bundles / generation.clock_ghz * 1e-3,
         "products_us": trips * fed / generation.clock_ghz * 1e-3,
-        "hbm_us": row.work.hbm_bytes / generation.hbm_gbps * 1e-3,
+        "hbm_us": (call.hbm_bytes or row.work.hbm_bytes) / generation.hbm_gbps * 1e-3,
     }
     return dict(
         kernel=row.kernel,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 # Read when jax and libtpu are loaded: no device but the described one, and no search for a metadata server.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # nobody owns a device, so nobody needs the lock
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
