@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.experimental.pallas.tpu as pltpu
 
-import pallas_kernels.attention.mosaic_gpu_sm90 as attention_sm90
+import pallas_kernels.attention.mosaic_gpu_sm90_forms as attention_sm90
 import pallas_kernels.attention.tpu as attention_tpu
 import pallas_kernels.attention.tpu_ragged as attention_tpu_ragged
 import pallas_kernels.attention.xla as attention_xla
@@ -58,7 +58,8 @@ KERNELS: tuple[KernelRow, ...] = (
         op="attend",
         provides=_BASE | _MODEL | {Feature.FULL, Feature.TREE, Feature.FP8_KV},
         function=attention_sm90.paged_attention,
-        ragged=attention_xla.ragged_attention,  # packed keys have no kernel of their own yet
+        # Packed keys that start at any row have a kernel (mosaic_gpu_sm90_prefill), compiled but not yet run on a GPU.
+        ragged=attention_xla.ragged_attention,
         interpreted=attention_xla.paged_attention,  # the interpreter takes seconds a block
     ),
     KernelRow(

@@ -25,7 +25,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.attention import mosaic_gpu_sm90 as attention
+from pallas_kernels.attention import mosaic_gpu_sm90_prefill as prefill
 from pallas_kernels.attention.mosaic_gpu_sm90_config import Config, heuristic
+from pallas_kernels.attention.mosaic_gpu_sm90_prefill_config import Config as PrefillConfig
 from pallas_kernels.kv_write import mosaic_gpu_sm90 as kv_write
 from pallas_kernels.merge_states import mosaic_gpu_sm90 as merge_states
 
@@ -103,6 +105,56 @@ class Attention:
 
 
 @dataclasses.dataclass(frozen=True)
+class Prefill:
+    """A call of the prefill kernel: two requests; page None: packed keys."""
+
+    kv_heads: int = 8
+    group: int = 4
+    dim: int = 128
+    v_dim: int | None = None
+    page: int | None = 64
+    dtype: str = "bfloat16"
+    mask: str = "causal"
+    window: int | None = None
+    cap: float | None = None
+    sinks: bool = False
+    kv_dtype: str | None = None
+    config: PrefillConfig | None = None
+
+    def build(self) -> tuple[Callable, dict]:
+        """The call, and the shapes of its arrays."""
+        tokens, heads = 4096, self.kv_heads * self.group
+
+        def shape(*sizes, dtype=self.dtype):
+            return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+        i32 = functools.partial(shape, dtype="int32")
+        lead = (tokens,) if self.page is None else (2 * tokens // self.page, self.page)
+        stored = "uint8" if self.kv_dtype else self.dtype
+        keys, values = (shape(*lead, self.kv_heads, dim, dtype=stored) for dim in (self.dim, self.v_dim or self.dim))
+        arrays = dict(q=shape(tokens, heads, self.dim), cu_q_lens=i32(3))
+        if self.page is None:
+            arrays |= dict(k=keys, v=values, cu_kv_lens=i32(3))
+        else:
+            arrays |= dict(k_pages=keys, v_pages=values, page_table=i32(2, tokens // self.page), seq_lens=i32(2))
+        if self.kv_dtype:
+            arrays |= dict(k_scale=shape(dtype="float32"), v_scale=shape(dtype="float32"))
+        if self.sinks:
+            arrays["sinks"] = shape(heads, dtype="float32")
+        static = dict(
+            max_q_len=tokens,
+            sm_scale=self.dim**-0.5,
+            mask=self.mask,
+            sliding_window=self.window,
+            logit_soft_cap=self.cap,
+            config=self.config,
+        )
+        if self.page is None:
+            return lambda arrays: prefill.ragged_attention(**arrays, **static), arrays
+        return lambda arrays: prefill.paged_attention(**arrays, **static, kv_dtype=self.kv_dtype), arrays
+
+
+@dataclasses.dataclass(frozen=True)
 class Merge:
     """A call of the merge of states."""
 
@@ -173,8 +225,23 @@ def _base() -> Config:
     return heuristic(max_q_len=1, group=4, kv_heads=8, num_seqs=64, head_dim=128, kv_room=4096, page_size=16)
 
 
+def _prefill_cases() -> list[Prefill]:
+    everything = dict(window=1000, cap=30.0, sinks=True)
+    cases = [Prefill(page=page) for page in (*attention.PAGE_SIZES, None)]
+    cases += [Prefill(dim=dim, page=16, group=1) for dim in (64, 80, 96, 192, 256)]
+    cases += [Prefill(dim=dim, page=page) for dim in (64, 256) for page in (1, None)]
+    cases += [Prefill(group=group) for group in (3, 6, 7, 8, 16)]
+    cases += [Prefill(dim=dim, **everything) for dim in (64, 80, 96, 128, 256)]
+    cases += [Prefill(dim=192, v_dim=128, group=1, page=page) for page in (16, None)]
+    cases += [Prefill(mask="full"), Prefill(dtype="float16"), Prefill(page=None, dtype="float16", **everything)]
+    cases += [Prefill(dim=64, config=PrefillConfig(groups=3, stages=3, polynomial=4))]
+    cases += [Prefill(kv_dtype=kind, page=page, dtype="float16") for kind in _NARROW for page in (1, 16)]
+    cases += [Prefill(kv_dtype="float8_e4m3fn", dim=dim, page=16, dtype="float16") for dim in (64, 80, 96)]
+    return cases
+
+
 KERNELS: dict[str, Callable[[], list]] = {
-    "hopper/attend": _attention_cases,
+    "hopper/attend": lambda: [*_attention_cases(), *_prefill_cases()],
     "hopper/write_kv": lambda: [
         *(Write(), Write(3, 64), Write(1, 80, "float16"), Write(8, 256, "float32")),
         *(Write(heads, 64, dtype, kind) for heads in (1, 8) for dtype in ("bfloat16", "float32") for kind in _NARROW),

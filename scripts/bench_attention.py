@@ -31,8 +31,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import bench_attention_prefill as prefill
 import jax
 from bench_attention_peers import PEERS, ours
+from bench_attention_prefill import Prefill
 from bench_attention_report import plot, table
 from bench_attention_shapes import FAMILIES, Shape, data, default_config, max_rel_err
 from bench_attention_timer import Timer, roofs
@@ -41,13 +43,13 @@ from pallas_kernels.attention.mosaic_gpu_sm90_config import Config
 
 
 def bench(
-    shape: Shape, calls: dict[str, tuple[Callable, Any, str]], timer: Timer, roof: dict, others=None
+    shape: Shape | Prefill, calls: dict[str, tuple[Callable, Any, str]], timer: Timer, roof: dict, others=None
 ) -> list[dict]:
     """Rows of one shape. calls: name -> (attend, schedule or None, configuration as text).
 
     others: by (shape, input sets, plan), another framework's: name -> (call, sets, finish, to JAX or None, note).
     """
-    sets, plan, seen = data(shape)
+    sets, plan, seen = shape.data() if isinstance(shape, Prefill) else data(shape)
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (sets[0], plan))
 
     def build(item):
@@ -73,14 +75,14 @@ def bench(
                 made = jitted(plan)
                 rows[name]["ms_schedule"] = timer(jitted, [(plan,)])["ms_cupti"]
             every = [(*one, plan, made) for one in sets]
-            rows[name]["max_rel_err"] = max_rel_err(shape, call(*every[0])[0], sets[0], plan, seen)
+            rows[name]["max_rel_err"] = _error(shape, call(*every[0])[0], sets[0], plan, seen)
             timed[name] = (call, every, jax.block_until_ready)
         except Exception as problem:
             rows[name]["error"] = _short(problem)
     for name, (call, every, finish, to_jax, note) in (others(shape, sets, plan) if others else {}).items():
         rows[name] = dict(family=shape.family, peer=name, shape=shape.label, dtype=shape.kv, config=note)
         try:
-            error = math.nan if to_jax is None else max_rel_err(shape, to_jax(call(*every[0])), sets[0], plan, seen)
+            error = math.nan if to_jax is None else _error(shape, to_jax(call(*every[0])), sets[0], plan, seen)
             rows[name]["max_rel_err"] = error
             timed[name] = (call, every, finish)
         except Exception as problem:
@@ -90,11 +92,15 @@ def bench(
     return list(rows.values())
 
 
+def _error(shape: Shape | Prefill, out, one, plan, seen) -> float:
+    return shape.max_rel_err(out, one, plan) if isinstance(shape, Prefill) else max_rel_err(shape, out, one, plan, seen)
+
+
 def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:200]}"
 
 
-def _rates(shape: Shape, found: dict, roof: dict) -> dict:
+def _rates(shape: Shape | Prefill, found: dict, roof: dict) -> dict:
     ms = found["ms"]
     bound = max(shape.flops / roof["tflops"] / 1e9, shape.nbytes / roof["copy_gbps"] / 1e6)
     rates = dict(tflops=shape.flops / ms / 1e9, gbps=shape.nbytes / ms / 1e6, pct_of_roof=100 * bound / ms)
@@ -104,7 +110,7 @@ def _rates(shape: Shape, found: dict, roof: dict) -> dict:
 def main() -> None:
     """Measure, print rows as they come, then the table."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--families", default=",".join(_EVERY))
     parser.add_argument("--only", default="", help="shapes whose label contains this")
     parser.add_argument("--peers", action="store_true", help="JAX's own alternatives too")
     parser.add_argument(
@@ -134,20 +140,13 @@ def main() -> None:
     sink = open(args.out, "w") if args.out else None
     if sink:
         sink.write(json.dumps(rows[0]) + "\n")
-    for shape in (shape for family in args.families.split(",") for shape in FAMILIES[family]()):
+    for shape in (shape for family in args.families.split(",") for shape in _EVERY[family]()):
         if args.only not in shape.label or time.time() - start > args.budget_s:
             continue
-        base = default_config(shape)
-        calls: dict[str, Any] = {"jattn": (*ours(shape, base), str(base))}
-        for text in args.variant:
-            config = changed(base, text)
-            if config is not None and config != base:
-                calls[f"jattn {text}"] = (*ours(shape, config), str(config))
+        calls = _ours(shape, args.variant)
         if args.peers:
-            for name, (families, make, note) in PEERS.items():
-                if shape.family in families.split():
-                    calls[name] = (make(shape), None, note)
-        for row in bench(shape, calls, timer, roof, others):
+            calls |= _peers(shape)
+        for row in bench(shape, calls, timer, roof, None if isinstance(shape, Prefill) else others):
             rows.append(row)
             print(json.dumps(row), flush=True)
             if sink:
@@ -158,14 +157,46 @@ def main() -> None:
         plot(rows[1:], args.plot)
 
 
-def changed(base: Config, text: str) -> Config | None:
+_EVERY: dict[str, Callable[[], list]] = FAMILIES | prefill.FAMILIES
+
+
+def _ours(shape: Shape | Prefill, variants: list[str]) -> dict[str, Any]:
+    base: Any = shape.default_config() if isinstance(shape, Prefill) else default_config(shape)
+    make: Any = prefill.ours if isinstance(shape, Prefill) else ours
+    calls: dict[str, Any] = {"jattn": (*make(shape, base), str(base))}
+    for text in variants:
+        config = changed(base, text)
+        if config is not None and config != base:
+            calls[f"jattn {text}"] = (*make(shape, config), str(config))
+    return calls
+
+
+def _peers(shape: Shape | Prefill) -> dict[str, Any]:
+    calls: dict[str, Any] = {}
+    if not isinstance(shape, Prefill):
+        for name, (families, make, note) in PEERS.items():
+            if shape.family in families.split():
+                calls[name] = (make(shape), None, note)
+        return calls
+    for name, (fits, make, note) in prefill.PEERS.items():
+        if fits(shape):
+            try:
+                calls[name] = (make(shape), None, note)
+            except ImportError:
+                print(f"{name} is not installed")
+    return calls
+
+
+def changed[C: (Config, prefill.Config)](base: C, text: str) -> C | None:
     """Sizes with some of them set, as "stages=4,splits=False"; None where that means nothing."""
     changes = {}
     for part in text.split(","):
         name, value = part.split("=")
-        kind = {field.name: field.type for field in dataclasses.fields(Config)}[name]
+        kind = {field.name: field.type for field in dataclasses.fields(base)}.get(name)
+        if kind is None:
+            return None
         changes[name] = value == "True" if kind in (bool, "bool") else int(value)
-    if "parts" in changes and not changes.get("splits", base.splits):
+    if "parts" in changes and not changes.get("splits", getattr(base, "splits", False)):
         return None
     try:
         return dataclasses.replace(base, **changes)

@@ -1,7 +1,8 @@
 """A pytest plug-in that puts the Hopper kernels behind every test of the door, on a GPU.
 
 Where a test's arrays have a dtype that the kernels take, they answer in the place of plain JAX: heads are padded with
-zeros to a width they take, and pages of another size are given as pages of one token.
+zeros to a width they take, and pages of another size are given as pages of one token. With ON_HOPPER_FORM=prefill the
+prefill kernel answers all calls without a tree, packed keys too; otherwise the decode kernel does.
 """
 
 # Settings are passed on as mappings, which the checker cannot follow.
@@ -15,11 +16,13 @@ import jax.numpy as jnp
 import jattn.kernel_sets
 from pallas_kernels._common import float8
 from pallas_kernels.attention import mosaic_gpu_sm90 as attention
+from pallas_kernels.attention import mosaic_gpu_sm90_prefill as prefill
 from pallas_kernels.attention import xla as attention_xla
 from pallas_kernels.kv_write import mosaic_gpu_sm90 as kv_write
 from pallas_kernels.kv_write import xla as kv_write_xla
 
 SERVED: dict[str, list[bool]] = dict(attend=[], write_kv=[])
+PREFILL = os.environ.get("ON_HOPPER_FORM") == "prefill"
 
 
 def paged_attention(
@@ -27,8 +30,7 @@ def paged_attention(
 ):
     """As `pallas_kernels.attention.xla.paged_attention`."""
     kind = float8.kind_of(k_pages, kv_dtype)
-    whole = all(scale is None or scale.ndim == 0 for scale in (k_scale, v_scale))
-    fits = q.dtype in (jnp.bfloat16, jnp.float16) and kind in (q.dtype, *float8.KINDS) and whole
+    fits = _fits(q, kind, k_scale, v_scale, more)
     SERVED["attend"].append(fits)
     given = dict(page_offset=page_offset, k_scale=k_scale, v_scale=v_scale, kv_dtype=kv_dtype, **more)
     if not fits:
@@ -39,8 +41,33 @@ def paged_attention(
         places = page_table[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]
         page_table, given["page_offset"] = places.reshape(len(page_table), -1), page_offset * size
     q, k_pages, v_pages = (_padded(x) for x in (q, k_pages, v_pages))
-    out, lse = attention.paged_attention(q, k_pages, v_pages, page_table=page_table, **given)
+    function = prefill.paged_attention if PREFILL else attention.paged_attention
+    out, lse = function(q, k_pages, v_pages, page_table=page_table, **given)
     return out[..., :v_dim], lse
+
+
+def ragged_attention(q, k, v, *, k_scale=None, v_scale=None, **more):
+    """As `pallas_kernels.attention.xla.ragged_attention`."""
+    fits = PREFILL and _fits(q, k.dtype, k_scale, v_scale, more)
+    SERVED["attend"].append(fits)
+    function, v_dim = attention_xla.ragged_attention, v.shape[2]
+    if fits:
+        function = prefill.ragged_attention
+        q, k, v = (_padded(x) for x in (q, k, v))
+    out, lse = function(q, k, v, k_scale=k_scale, v_scale=v_scale, **more)
+    return out[..., :v_dim], lse
+
+
+def _fits(q, kind, k_scale, v_scale, more: dict) -> bool:
+    # whether the kernels take these dtypes, scales and mask; the prefill kernel's calls lose what a tree would need
+    whole = all(scale is None or scale.ndim == 0 for scale in (k_scale, v_scale))
+    fits = q.dtype in (jnp.bfloat16, jnp.float16) and kind in (q.dtype, *float8.KINDS) and whole
+    if PREFILL and more.get("mask") != "tree":
+        for name in ("tree_bits", "tree_starts", "tree_kv_positions", "q_positions"):
+            more.pop(name, None)
+    if PREFILL:
+        fits = fits and more.get("mask") != "tree" and (kind == q.dtype or q.dtype == jnp.float16)
+    return fits
 
 
 def _padded(x):
@@ -60,8 +87,11 @@ def write_kv(k_pages, v_pages, k, v, slots, **more):
 def pytest_configure(config):
     """Put the kernels in the rows of plain JAX, which the tests resolve."""
     functions = dict(attend=paged_attention, write_kv=write_kv)
+    ragged = dict(attend=ragged_attention)
     jattn.kernel_sets.KERNELS = tuple(
-        dataclasses.replace(row, function=functions[row.op]) if row.set == "xla" and row.op in functions else row
+        dataclasses.replace(row, function=functions[row.op], ragged=ragged.get(row.op))
+        if row.set == "xla" and row.op in functions
+        else row
         for row in jattn.kernel_sets.KERNELS
     )
 
