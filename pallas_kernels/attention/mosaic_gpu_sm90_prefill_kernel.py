@@ -17,11 +17,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.attention import mosaic_gpu_sm90_prefill_barriers as barriers
 from pallas_kernels.attention import mosaic_gpu_sm90_prefill_copy as producer
 from pallas_kernels.attention import mosaic_gpu_sm90_prefill_products as products
 from pallas_kernels.attention import mosaic_gpu_sm90_prefill_softmax as softmax
 from pallas_kernels.attention import mosaic_gpu_sm90_rows as rows_io
 from pallas_kernels.attention.mosaic_gpu_sm90_prefill_config import WIDE_STAGES
+from pallas_kernels.attention.mosaic_gpu_sm90_prefill_load import starts_aligned
 from pallas_kernels.attention.mosaic_gpu_sm90_prefill_records import (
     THREADS,
     Arrays,
@@ -38,7 +40,7 @@ def program(static: Static, arrays: Arrays, smem: dict) -> None:
     """Body of a program."""
     groups = static.config.groups
     smem = with_barriers(static, smem)
-    producer.init_barriers(smem)
+    barriers.init_barriers(smem)
     who = lax.axis_index("warpgroups")
     computing, copying = _registers(static)
 
@@ -106,7 +108,7 @@ class _Computing:
             weights, top, total = self._middle(acc, count - 1, last, done, rest)
             self._last(acc, last, done + last.blocks, weights)
             self._finish(last, top, total, acc[...])
-            producer.arrive(self.smem["q_free"], self._q_stage(count - 1))
+            barriers.arrive(self.smem["q_free"], self._q_stage(count - 1))
 
         pl.run_scoped(body, plgpu.ACC((64, static.v_dim), jnp.float32))
 
@@ -117,7 +119,7 @@ class _Computing:
             def body(acc):
                 carry = self._first(turn, tile, done)
                 weights, top, total = self._middle(acc, turn, tile, done, carry)
-                producer.arrive(self.smem["q_free"], self._q_stage(turn))
+                barriers.arrive(self.smem["q_free"], self._q_stage(turn))
                 self._last(acc, tile, done + tile.blocks, weights)
                 self._finish(tile, top, total, acc[...])
 
@@ -129,12 +131,12 @@ class _Computing:
     def _tile(self, turn) -> Tile:
         # tile `turn` and its queries, once they are there
         self._wait_q(turn)
-        producer.proxy_fence()
+        barriers.proxy_fence()
         return self._known(turn)
 
     def _wait_q(self, turn) -> None:
         phase = lax.div(turn, self.static.config.q_stages) & 1
-        producer.wait(self.smem["q_full"], self._q_stage(turn), phase)
+        barriers.wait(self.smem["q_full"], self._q_stage(turn), phase)
 
     def _known(self, turn) -> Tile:
         return producer.get_tile(self.smem["words"], self._q_stage(turn))
@@ -144,17 +146,17 @@ class _Computing:
 
     def _wait(self, name: str, at, tile: Tile) -> None:
         # until block `at`, one of `tile`, is there
-        producer.wait(self.smem[f"{name}_full"], lax.rem(at, self.stages), lax.div(at, self.stages) & 1)
+        barriers.wait(self.smem[f"{name}_full"], lax.rem(at, self.stages), lax.div(at, self.stages) & 1)
         if self.static.gathers and self.static.narrow is None:
-            producer.proxy_fence()
+            barriers.proxy_fence()
         elif self.static.gathers_some:
-            pl.when(jnp.logical_not(producer.starts_aligned(tile)))(producer.proxy_fence)
+            pl.when(jnp.logical_not(starts_aligned(tile)))(barriers.proxy_fence)
 
     def _read(self, name: str, at):
         return self.smem[name].at[lax.rem(at, self.stages)]
 
     def _release(self, name: str, at) -> None:
-        producer.arrive(self.smem[f"{name}_free"], lax.rem(at, self.stages))
+        barriers.arrive(self.smem[f"{name}_free"], lax.rem(at, self.stages))
 
     def _rows(self, tile: Tile) -> Rows:
         group = self.static.group
@@ -166,7 +168,7 @@ class _Computing:
         rows_io.store(self.arrays.out, nothing, self._rows(tile), start=self.start, interpret=False)
         none = plgpu.layout_cast(jnp.full((64,), -jnp.inf, jnp.float32), ROW)
         rows_io.store_vector(self.arrays.lse, none, self._rows(tile), start=self.start, interpret=False)
-        producer.arrive(self.smem["q_free"], self._q_stage(turn))
+        barriers.arrive(self.smem["q_free"], self._q_stage(turn))
 
     def _weigh(self, tile: Tile, i, scores, top, total):
         return softmax.weigh(self.static, tile, tile.begin + i, self.start, self.scale, scores, top, total)
@@ -208,7 +210,7 @@ class _Computing:
         summed = acc[...]
         self._release("v", at - 1)
         self._finish(tile, top, total, summed)
-        producer.arrive(self.smem["q_free"], self._q_stage(turn))
+        barriers.arrive(self.smem["q_free"], self._q_stage(turn))
         acc[...] = plgpu.layout_cast(jnp.zeros(summed.shape, jnp.float32), TILE)
         return made[0].astype(self.static.dtype), *made[2:]
 
