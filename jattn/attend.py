@@ -67,7 +67,7 @@ def write_kv[C: (PagedKV, MLACache)](k: jax.Array, v: jax.Array, cache: C, plan:
     """Store keys and values at `plan.write_slots` of one layer; slot -1 writes nothing. Shapes as in `write_attend`."""
     if isinstance(cache, MLACache):
         pages = dict(page_offset=layer * cache.num_pages, num_pages=cache.num_pages)
-        written = choice.function("write_latent")(cache.latent, k, v, plan.write_slots, **pages)
+        written = choice.function("write_latent")(cache.latent, k, v, plan.write_slots, **pages, **cache.words)
         return dataclasses.replace(cache, latent=written)
     scales = {}
     if cache.token_scales:
@@ -192,6 +192,7 @@ def _attend_latent(q, kv: MLACache, plan: Plan, layer, spec: MLASpec, choice: Ch
     out, lse = choice.function("attend_latent")(
         q,
         kv.latent,
+        **kv.words,
         latent_dim=spec.kv_lora_rank,
         page_table=plan.page_table,
         page_offset=layer * kv.num_pages,
@@ -261,13 +262,15 @@ def _mixed(kv, spec: Spec) -> ValueError:
     )
 
 
-_OF_KERNELS = ("rows", "latent_rope_lanes")  # layouts that only some kernels read, and those no other
+_OF_KERNELS = {"rows": ("rows", "row_words_"), "latent_rope_lanes": ("latent_rope_lanes", "latent_words_")}
+"""Layouts that only some kernels read, and those no other; how they lie depends on the page size."""
 
 
 def _check_layout(cache: Cache, choice: Choice | None) -> None:
     if choice is None:
         return
-    wanted, got = choice.kv_layout, cache.layout if cache.layout in _OF_KERNELS else None
+    wanted = choice.kv_layout
+    got = next((asked for asked, held in _OF_KERNELS.items() if cache.layout.startswith(held)), None)
     if got != wanted:
         row = choice.row("attend_latent" if isinstance(cache, MLACache) else "attend")
         raise ValueError(
@@ -280,9 +283,10 @@ def check_cache(cache: Cache, plan: Plan, spec: Spec, choice: Choice | None = No
     """Raise ValueError if a cache is not of this plan and this spec, or lies as the chosen kernels cannot read it."""
     if isinstance(cache, MLACache) and isinstance(spec, MLASpec):
         _check_layout(cache, choice)
-        if cache.layout == "latent_rope_lanes":
-            names, want = "lanes", tpu_rows.round_up(spec.latent_dims, tpu_rows.LANES)
-            got = cache.latent.shape[-1]
+        if cache.layout.startswith(_OF_KERNELS["latent_rope_lanes"]):
+            row = tpu_rows.LatentRow(k_dim=spec.latent_dims, v_dim=spec.kv_lora_rank)
+            names, got = "lanes of a token", cache.latent.shape[2:]
+            want = tpu_rows.word_shape(row, cache.dtype) if len(got) > 1 else (row.lanes,)
         else:
             names, want = "(kv_lora_rank, qk_rope_head_dim)", (spec.kv_lora_rank, spec.qk_rope_head_dim)
             got = (want[0], latent_rows.width(cache.latent, want[0]) - want[0])

@@ -13,6 +13,7 @@ from pallas_kernels.kv_write.move import move_rows
 _INT32_ROWS = 2**31 - 1
 _PLAIN, _ROWS, _WORDS = "token_major", "rows", "row_words_"
 _LATENT, _LATENT_LANES, _LATENT_FP8 = "latent_rope", "latent_rope_lanes", "latent_e4m3_rope_bf16"
+_LATENT_WORDS = "latent_words_"
 _BITS = {"token_major_e4m3_bits": jnp.float8_e4m3fn, "token_major_e5m2_bits": jnp.float8_e5m2}
 """Layouts in which uint8 holds 8-bit floats: XLA:CPU, which has none, would convert the whole pool at each use."""
 
@@ -170,7 +171,8 @@ class MLACache:
     ) -> Self:
         """An empty cache of `num_pages` pages a layer.
 
-        Args: dtype: used when `spec.kv_dtype` is None (default bfloat16). layout: None, or "latent_rope_lanes".
+        Args: dtype: used when `spec.kv_dtype` is None (default bfloat16). layout: None, or "latent_rope_lanes", which
+          becomes "latent_words_..." for pages that are not a multiple of 8 tokens.
         Raises: ValueError if a size is out of range, if a row index would not fit int32, or for a kv_dtype in which no
           latent is stored, or a layout that does not go with it.
 
@@ -199,7 +201,12 @@ class MLACache:
                 "name one of those"
             )
         held = _unscaled(dtype or jnp.bfloat16, "MLASpec") if held is None else held
-        pool = jnp.zeros((num_layers * num_pages, page_size, width), held)
+        tail, kind = (width,), held
+        if layout == _LATENT_LANES and tpu_rows.held_as_words(page_size):
+            layout = f"{_LATENT_WORDS}{jnp.dtype(held).name}"
+            row = tpu_rows.LatentRow(k_dim=spec.latent_dims, v_dim=spec.kv_lora_rank)
+            tail, kind = tpu_rows.word_shape(row, held), jnp.int32
+        pool = jnp.zeros((num_layers * num_pages, page_size, *tail), kind)
         return cls(latent=pool, num_layers=num_layers, layout=layout)
 
     @property
@@ -210,7 +217,14 @@ class MLACache:
     @property
     def dtype(self) -> jnp.dtype:
         """What latents are stored as."""
+        if self.layout.startswith(_LATENT_WORDS):
+            return jnp.dtype(self.layout.removeprefix(_LATENT_WORDS))
         return jnp.dtype(jnp.float8_e4m3fn) if self.layout == _LATENT_FP8 else self.latent.dtype
+
+    @property
+    def words(self) -> dict[str, jnp.dtype]:
+        """What a kernel must be told to read a pool of words: the dtype of its entries."""
+        return {"kv_dtype": self.dtype} if self.layout.startswith(_LATENT_WORDS) else {}
 
     @property
     def page_size(self) -> int:

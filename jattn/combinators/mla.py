@@ -146,6 +146,7 @@ def _expand_chunk(x: _Inputs, chunks: LatentChunks, cache: MLACache, i) -> Ragge
         cache.latent,
         latent_dim=x.spec.kv_lora_rank,
         rope_dim=x.spec.qk_rope_head_dim,
+        **cache.words,
         page_offset=x.layer * cache.num_pages,
         dtype=x.q_nope.dtype,
     )

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._common import ints, rows
+from pallas_kernels._common import ints, rows, tpu_rows
 from pallas_kernels._common.put import put_rows
 from pallas_kernels._common.tpu_devices import device_named
-from pallas_kernels._common.tpu_rows import LANES, round_up
+from pallas_kernels._common.tpu_rows import LANES
 from pallas_kernels.attention import tpu as attention
 from pallas_kernels.attention.tpu_config import Config, Facts
 from pallas_kernels.mla.tpu_config import heuristic, row_of
@@ -38,6 +38,7 @@ def attend_latent(
     tree_kv_positions: jax.Array | None = None,
     q_positions: jax.Array | None = None,
     num_splits: int = 1,
+    kv_dtype: jax.typing.DTypeLike | None = None,
     config: Config | tuple[Config, ...] | None = None,
     device: str | None = None,
     interpret: Any = False,
@@ -45,7 +46,8 @@ def attend_latent(
     """Attention of absorbed queries over latent rows; see `pallas_kernels.mla.xla`.
 
     Args: as there, but for the pool and the sizes:
-      pages: [pages_total, page_size, lanes], float; latent, key, and zeros up to a multiple of 128 lanes.
+      pages: [pages_total, page_size, lanes], float; latent, key, and zeros up to a multiple of 128 lanes; or int32
+        words of such rows (`_common/tpu_rows.py`), of entries of kv_dtype.
       config, device, interpret: as in `attention.tpu.paged_attention`.
     Returns: out: q.dtype [tokens, heads, latent_dim]. lse: f32[tokens, heads].
     """
@@ -57,7 +59,8 @@ def attend_latent(
             group=q.shape[1] // row.kv_heads,
             max_q_len=max_q_len,
             page_size=pages.shape[1],
-            kv_bytes=pages.dtype.itemsize,
+            kv_bytes=jnp.dtype(kv_dtype or pages.dtype).itemsize,
+            held_as_words=pages.ndim == 5,
             q_bytes=max(q.dtype.itemsize, 2),
             tree_words=0 if tree_bits is None else tree_bits.shape[1] + 1,
         )
@@ -77,6 +80,7 @@ def attend_latent(
         tree_kv_positions=tree_kv_positions,
         q_positions=q_positions,
         row=row,
+        kv_dtype=kv_dtype,
         num_splits=num_splits,
         config=config,
         device=device,
@@ -92,6 +96,7 @@ def write_latent(
     *,
     page_offset: jax.Array | int = 0,
     num_pages: int | None = None,
+    kv_dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """Store latent rows at their slots of one layer: a scatter, which XLA does in place on a donated pool.
 
@@ -100,15 +105,16 @@ def write_latent(
     Raises: ValueError if the widths disagree with the rows.
     """
     at, held = rows.of_slots(pages, slots, page_offset, num_pages)
-    used = latent.shape[-1] + k_rope.shape[-1]
-    if pages.shape[-1] != round_up(used, LANES):
+    used, kind = latent.shape[-1] + k_rope.shape[-1], jnp.dtype(kv_dtype or pages.dtype)
+    parts = [latent.astype(kind), k_rope.astype(kind), jnp.zeros((latent.shape[0], -used % LANES), kind)]
+    values = jnp.concatenate(parts, axis=-1)
+    values = tpu_rows.to_words(values) if pages.ndim == 5 else values
+    if values.shape[1:] != pages.shape[2:]:
         raise ValueError(
-            f"latent and key of {latent.shape[-1]} + {k_rope.shape[-1]} for rows of {pages.shape[-1]} lanes: want "
-            f"{round_up(used, LANES)}; build both alike"
+            f"latent and key of {latent.shape[-1]} + {k_rope.shape[-1]} are {list(values.shape[1:])} a token, the pool has "
+            f"{list(pages.shape[2:])}: build both alike"
         )
-    parts = [latent.astype(pages.dtype), k_rope.astype(pages.dtype)]
-    parts.append(jnp.zeros((latent.shape[0], pages.shape[-1] - used), pages.dtype))
-    return put_rows((pages,), (jnp.concatenate(parts, axis=-1),), at, held)[0]
+    return put_rows((pages,), (values,), at, held)[0]
 
 
 def gather_latent(
@@ -119,6 +125,7 @@ def gather_latent(
     rope_dim: int,
     page_offset: jax.Array | int = 0,
     dtype: jax.typing.DTypeLike,
+    kv_dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Latents and keys of slots of one layer, as `mla.xla.gather_latent`; the lanes do not say how wide a key is."""
     rows.check_slots(pages)
@@ -126,6 +133,9 @@ def gather_latent(
     at = jnp.where(held, slots, 0)
     # page and row, not a row of all pages: a view of small pages as rows would be a copy of the pool
     page, row = ints.div(at, pages.shape[1]) + jnp.asarray(page_offset, jnp.int32), ints.rem(at, pages.shape[1])
-    got = ints.pick(pages, page, row)[:, : latent_dim + rope_dim].astype(dtype)
+    got = ints.pick(pages, page, row)
+    if pages.ndim == 5:
+        got = tpu_rows.from_words(got, kv_dtype, latent_dim + rope_dim)
+    got = got[:, : latent_dim + rope_dim].astype(dtype)
     got = jnp.where(held[:, None], got, jnp.zeros((), dtype))
     return got[:, :latent_dim], got[:, latent_dim:]

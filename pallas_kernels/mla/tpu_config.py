@@ -37,4 +37,5 @@ def _config(facts: Facts, block_q: int, cores: int) -> Config:
     keys = min(max((1 << 18) // max(rows, 1), 512), 2048)
     pages = 1 << max((keys // facts.page_size).bit_length() - 1, 0)
     config = Config(block_q=block_q, block_pages=pages, heads=heads, unroll_heads=False, parts=2, cores=cores)
-    return config if pages * facts.page_size % (2 * LANES) == 0 else dataclasses.replace(config, parts=1)
+    whole = pages * facts.page_size % (2 * LANES) == 0 and not facts.held_as_words
+    return config if whole else dataclasses.replace(config, parts=1)

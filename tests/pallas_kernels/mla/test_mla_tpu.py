@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jattn
 from jattn.attend import _tree_args
 from pallas_kernels.attention.tpu_config import Config
-from pallas_kernels.mla import tpu, xla
+from pallas_kernels.mla import tpu
 
 CHECKED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 _BASE = Setup(name="", num_kv_heads=1, group=3, head_dim=20, v_head_dim=16, dtype="bfloat16", page_size=16)
@@ -108,24 +108,31 @@ def test_latent_attention_is_as_right_as_plain_jax_widely(setup, config, data):
     check(setup, config, data)
 
 
-@pytest.mark.parametrize("page_size", [2, 16])
-def test_rows_are_written_and_gathered_as_plain_jax_does(page_size):
+@pytest.mark.parametrize("page_size", [3, 16])
+def test_a_layer_on_tpu_writes_gathers_and_attends_as_plain_jax_does(page_size):
+    spec = jattn.MLASpec(num_q_heads=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
     rng = np.random.default_rng(0)
-    latent, key = (jnp.asarray(rng.normal(size=(5, n)), jnp.bfloat16) for n in (16, 4))
-    slots, where = jnp.array([3, -1, 0, 7, 40]), dict(page_offset=8, num_pages=8)
-    plain = jnp.full((24, page_size, 20), jnp.nan, jnp.bfloat16)
-    padded = jnp.pad(plain, ((0, 0), (0, 0), (0, 108)))
-    want = xla.write_latent(plain, latent, key, slots, **where)
-    got = tpu.write_latent(padded, latent, key, slots, **where)
-    np.testing.assert_array_equal(*(np.asarray(x[..., :20], np.float32) for x in (got, want)))
-    assert (got[..., 20:] == 0).all()
-    read = dict(latent_dim=16, page_offset=8, dtype=jnp.float32)
-    for mine, theirs in zip(
-        tpu.gather_latent(got, slots, rope_dim=4, **read), xla.gather_latent(want, slots, **read), strict=True
-    ):
-        np.testing.assert_array_equal(mine[:4], theirs[:4])
+    latent, key = (jnp.asarray(rng.normal(size=(9, n)), jnp.bfloat16) for n in (16, 4))
+    q = jnp.asarray(rng.normal(size=(9, 4, 20)), jnp.bfloat16)
+    lens, table = np.array([5, 4]), np.array([[4, 1], [3, 0]])
+    plan = jattn.make_plan(jattn.ForwardMode.EXTEND, lens, lens, table, page_size=page_size)
+    slots, results = plan.write_slots, []
+    for platform, more in (("cpu", {}), ("tpu-v6e", dict(interpret=True))):
+        choice = jattn.resolve(spec, "native", platform, **more)
+        sizes = dict(num_layers=2, num_pages=5, page_size=page_size)
+        cache = jattn.MLACache.create(spec, **sizes, layout=choice.kv_layout)
+        static = dict(layer=1, spec=spec, choice=choice)
+        out, lse, cache = jattn.write_attend(q, latent, key, cache, plan, **static)
+        assert cache.dtype == jnp.bfloat16 and cache.page_size == page_size
+        read = dict(latent_dim=16, rope_dim=4, page_offset=5, dtype=jnp.float32, **cache.words)
+        results.append((out, lse, *choice.function("gather_latent")(cache.latent, slots, **read)))
+    want, got = ([np.asarray(x, np.float64) for x in result] for result in results)
+    np.testing.assert_allclose(got[0], want[0], atol=2e-2)
+    np.testing.assert_allclose(got[1], want[1], atol=1e-2)
+    np.testing.assert_array_equal(got[2], want[2])
+    np.testing.assert_array_equal(got[3], want[3])
 
 
 def test_rows_of_other_widths_are_refused():
-    with pytest.raises(ValueError, match="want 128"):
+    with pytest.raises(ValueError, match="build both alike"):
         tpu.write_latent(jnp.zeros((2, 4, 256)), jnp.zeros((1, 16)), jnp.zeros((1, 4)), jnp.zeros(1, jnp.int32))
