@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from tpu_target import GENERATIONS, Compiler, Generation
 
-from pallas_kernels._common.tpu_rows import Row
+from pallas_kernels._common.tpu_rows import LatentRow, Row, held_as_words, word_shape
 from pallas_kernels.attention import tpu as attention
 from pallas_kernels.attention import tpu_ragged
 from pallas_kernels.attention.tpu_config import Config
@@ -138,7 +138,8 @@ class Latent(_Case):
     def build(self, generation: Generation) -> tuple[Callable, dict]:
         """The call, and the shapes of its arrays."""
         tokens, room = self.seqs * self.q_len, -(-self.kv_len // self.page)
-        lanes = -(-(self.latent + self.rope) // 128) * 128
+        row = LatentRow(k_dim=self.latent + self.rope, v_dim=self.latent)
+        words = held_as_words(self.page)
 
         def shape(*sizes, dtype=self.dtype):
             return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
@@ -146,7 +147,9 @@ class Latent(_Case):
         i32 = functools.partial(shape, dtype="int32")
         arrays = dict(
             q=shape(tokens, self.heads, self.latent + self.rope),
-            pages=shape(self.seqs * room, self.page, lanes),
+            pages=i32(self.seqs * room, self.page, *word_shape(row, self.dtype))
+            if words
+            else shape(self.seqs * room, self.page, row.lanes),
             page_table=i32(self.seqs, room),
             seq_lens=i32(self.seqs),
             cu_q_lens=i32(self.seqs + 1),
@@ -164,6 +167,7 @@ class Latent(_Case):
             sm_scale=(128 + self.rope) ** -0.5,
             mask=self.mask,
             num_splits=self.splits,
+            kv_dtype=self.dtype if words else None,
             device=f"tpu-{generation.name}",
         )
         return lambda arrays: mla.attend_latent(**arrays, **static), arrays
@@ -212,6 +216,7 @@ KERNELS: dict[str, Callable[[], list]] = {
         *(Latent(q_len=8), Latent(q_len=8, mask="tree"), Latent(heads=16, q_len=8, mask="tree"), Latent(splits=4)),
         *(Latent(seqs=1, q_len=512, kv_len=8192), Latent(heads=8, page=16), Latent(heads=64, latent=256, rope=32)),
         Latent(heads=16, dtype="float32"),
+        *(Latent(page=1), Latent(heads=16, page=3), Latent(heads=16, page=8), Latent(heads=16, page=128, q_len=8)),
     ],
     "tpu/merge_states": lambda: [
         *(Merge(), Merge(v_dim=64), Merge(v_dim=256), Merge(2, 64 * 128, 512), Merge(16, 24, 80), Merge(33, 130, 64)),
@@ -227,12 +232,29 @@ class Target:
         self.name, self._generation, self._compiler = generation.name, generation, Compiler(generation)
 
     def compile(self, case) -> tuple[str, bool]:
-        """What a compiled call takes beside its arrays. A TPU kernel's spills are memory, not a fault."""
+        """What a compiled call takes beside its arrays. A TPU kernel's spills are memory, not a fault.
+
+        Raises: whatever the compiler does; RuntimeError if it makes another array of a pool's shape.
+        """
         with self._compiler.described():
             function, arrays = case.build(self._generation)
         compiled = self._compiler.compile(function, arrays)
+        for name in ("k_pages", "pages"):
+            if name in arrays:
+                _check_pool(compiled.as_text(), name, arrays[name])
         memory = compiled.memory_analysis()
         return f"{memory.temp_size_in_bytes} bytes of HBM, {memory.generated_code_size_in_bytes} of code", False
+
+
+_DTYPES = {"bfloat16": "bf16", "float32": "f32", "int32": "s32", "int8": "s8", "uint8": "u8"}
+_DTYPES |= {"float8_e4m3fn": "f8e4m3fn", "float8_e5m2": "f8e5m2"}
+
+
+def _check_pool(text: str, name: str, pool: jax.ShapeDtypeStruct) -> None:
+    shape = f"= {_DTYPES[pool.dtype.name]}[{','.join(map(str, pool.shape))}]"
+    made = [line.strip()[:100] for line in text.splitlines() if shape in line and " parameter(" not in line]
+    if made:
+        raise RuntimeError(f"{name} is copied before the kernel: {made[0]}")
 
 
 def targets(names: str) -> list[Target]:

@@ -111,8 +111,8 @@ def write_latent(
     values = tpu_rows.to_words(values) if pages.ndim == 5 else values
     if values.shape[1:] != pages.shape[2:]:
         raise ValueError(
-            f"latent and key of {latent.shape[-1]} + {k_rope.shape[-1]} are {list(values.shape[1:])} a token, the pool has "
-            f"{list(pages.shape[2:])}: build both alike"
+            f"latent and key of {latent.shape[-1]} + {k_rope.shape[-1]} are {list(values.shape[1:])} a token, the pool "
+            f"has {list(pages.shape[2:])}: build both alike"
         )
     return put_rows((pages,), (values,), at, held)[0]
 
