@@ -77,7 +77,7 @@ def scores_of_paths(target, head, known, seen):
     return np.asarray(scores)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "eagle3" else pytest.mark.long) for k in KINDS])
 def test_candidates_are_those_of_the_head_run_over_each_path(kind):
     model = tiny()
     head = draft_head(model, kind, num_ids=40)
