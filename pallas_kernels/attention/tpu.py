@@ -111,6 +111,8 @@ def paged_attention(
         vmem=vmem,
         interpret=interpret,
     )
+    if any(row.kv_heads % one.heads for one in configs):
+        raise ValueError(f"{configs} for {row.kv_heads} KV heads: want heads that divide them")
     if any(one.parts > 1 for one in configs) and (words or any(s is not None and s.ndim for s in (k_scale, v_scale))):
         raise ValueError(f"{configs}: parts > 1 takes pages of whole rows, and no scale of each token; want parts=1")
     shortest = 1

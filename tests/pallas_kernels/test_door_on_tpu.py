@@ -32,9 +32,8 @@ def test_the_door_holds_with_the_tpu_kernels(tests, tmp_path):
 @pytest.mark.long
 def test_generating_on_interpreted_tpu_kernels_gives_the_reference_ids():
     want = json.loads((ROOT / "tests" / "data" / "smollm2.json").read_text())
-    prompt = "The capital of France is"
+    case = want["prompts"]["capital"]
     (answer,) = jattn.generate(
-        prompt, platform="tpu-v6e", dtype="float32", draft="none", max_new_tokens=4, max_context=64, max_batch=1
+        case["text"], platform="tpu-v6e", dtype="float32", draft="none", max_new_tokens=4, max_context=64, max_batch=1
     )
-    (row,) = (row for row in want["greedy"] if row["prompt"] == prompt)
-    assert answer.ids == row["ids"][:4]
+    assert answer.ids == case["numpy"]["greedy32"][:4]

@@ -51,7 +51,7 @@ MORE = (
     (Setup(name="wide tree, window", mask="tree", dtype="bfloat16", head_dim=64, page_size=16, sliding_window=4,
            max_nodes=40, max_q_len=24, num_tokens=50), (_SHORT, _LONG)),
     (Setup(name="full, head dim 256", mask="full", head_dim=256, num_kv_heads=1, group=2, dtype="bfloat16",
-           page_size=16), _STACKED),
+           page_size=16), Config(block_q=8, block_pages=4)),
     (Setup(name="two cores", head_dim=64, dtype="bfloat16", page_size=16),
      Config(block_q=8, block_pages=2, heads=2, cores=2)),
 )  # fmt: skip
