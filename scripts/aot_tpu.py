@@ -18,6 +18,11 @@ from pallas_kernels.merge_states import tpu as merge_states
 from pallas_kernels.mla import tpu as mla
 
 
+def _pool_pages(needed: int, page_size: int) -> int:
+    """Pages of a pool as a server holds it: XLA may well bring a small one into vector memory before the kernel."""
+    return max(needed, (1 << 18) // page_size)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Case:
     def __str__(self):
@@ -60,7 +65,9 @@ class Attention(_Case):
         i32 = functools.partial(shape, dtype="int32")
         arrays = dict(
             q=shape(tokens, self.kv_heads * self.group, self.dim),
-            k_pages=shape(self.seqs * room, self.page, self.row.lanes, dtype=self.kv_dtype or self.dtype),
+            k_pages=shape(
+                _pool_pages(self.seqs * room, self.page), self.page, self.row.lanes, dtype=self.kv_dtype or self.dtype
+            ),
             page_table=i32(self.seqs, room),
             seq_lens=i32(self.seqs),
             cu_q_lens=i32(self.seqs + 1),
@@ -147,9 +154,9 @@ class Latent(_Case):
         i32 = functools.partial(shape, dtype="int32")
         arrays = dict(
             q=shape(tokens, self.heads, self.latent + self.rope),
-            pages=i32(self.seqs * room, self.page, *word_shape(row, self.dtype))
+            pages=i32(_pool_pages(self.seqs * room, self.page), self.page, *word_shape(row, self.dtype))
             if words
-            else shape(self.seqs * room, self.page, row.lanes),
+            else shape(_pool_pages(self.seqs * room, self.page), self.page, row.lanes),
             page_table=i32(self.seqs, room),
             seq_lens=i32(self.seqs),
             cu_q_lens=i32(self.seqs + 1),
