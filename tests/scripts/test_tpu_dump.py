@@ -66,7 +66,7 @@ def test_code_for_one_case_excludes_the_other(dump):
     more = [f"  {hex(16 + i)}   : >> {{ %{20 + i} = {'nop' if i else 'vmatmul %v1'} }}" for i in range(4)]
     more.append("  0x14 PF: >> { %30 = nop } /* Start region 5 */")
     more.append("  0x15   : >> { %31 = sbr.rel (!%p2) target = $region3 }")
-    lines: list[str] = text.splitlines()
+    lines: list[str] = [*text.splitlines()]
     at = next(i for i, line in enumerate(lines) if "0x10 " in line)
     lines[at:at] = more
     (dump / "17-attention.1-02-final_bundles.txt").write_text("\n".join(lines) + "\n")
