@@ -65,7 +65,7 @@ class Eagle(nnx.Module):
         bias: bool = False,
     ):
         kwargs: dict[str, Any] = dict(rngs=rngs, dtype=dtype, weight_first=weight_first)
-        self.config, self.spec = config, spec
+        self.config, self.spec, self.kv_layout = config, spec, choice.kv_layout
         self.fc = Linear(2 * config.d_model, config.d_model, bias=bias, **kwargs)
         self.layers = nnx.List(
             [
@@ -92,9 +92,8 @@ class Eagle(nnx.Module):
 
     def new_cache(self, *, num_pages, page_size, dtype=None):
         """As `Body`."""
-        return new_cache(
-            self.spec, num_layers=self.config.num_layers, num_pages=num_pages, page_size=page_size, dtype=dtype
-        )
+        sizes: dict[str, Any] = dict(num_pages=num_pages, page_size=page_size, dtype=dtype)
+        return new_cache(self.spec, num_layers=self.config.num_layers, layout=self.kv_layout, **sizes)
 
 
 class Eagle3(nnx.Module):
@@ -120,7 +119,7 @@ class Eagle3(nnx.Module):
             return RMSNorm(config.d_model, config.rms_eps, dtype, wide=config.wide_norms)
 
         kwargs: dict[str, Any] = dict(rngs=rngs, dtype=dtype, weight_first=weight_first)
-        self.config, self.spec = config, spec
+        self.config, self.spec, self.kv_layout = config, spec, choice.kv_layout
         self.fc = Linear(feature_dim, config.d_model, **kwargs)
         self.token_norm, self.hidden_norm = norm(), norm()
         self.attn = Attention(config, spec, choice, in_dim=2 * config.d_model, **kwargs)
@@ -146,7 +145,8 @@ class Eagle3(nnx.Module):
 
     def new_cache(self, *, num_pages, page_size, dtype=None):
         """As `Body`."""
-        return new_cache(self.spec, num_layers=1, num_pages=num_pages, page_size=page_size, dtype=dtype)
+        sizes: dict[str, Any] = dict(num_pages=num_pages, page_size=page_size, dtype=dtype)
+        return new_cache(self.spec, num_layers=1, layout=self.kv_layout, **sizes)
 
 
 class DraftHead(nnx.Module):

@@ -16,13 +16,20 @@ from jattn.draft.block_tables import branch_tables
 from jattn.draft.slots import DraftShape, draft_slots, tail_copies
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+def of(dtype, *more):
+    """A parameter set; float16 takes the code of bfloat16, so its sets are run by hand."""
+    return pytest.param(dtype, *more, marks=pytest.mark.long if dtype == "float16" else ())
+
+
 PATHS = pytest.mark.parametrize("path", door.PATHS)
 # every path in float32; the narrower dtypes where the arithmetic differs
 DTYPE_PATHS = pytest.mark.parametrize(
     ("dtype", "path"),
-    [("float32", path) for path in door.PATHS] + [(d, p) for d in DTYPES[1:] for p in ("prefill", "decode")],
+    [("float32", path) for path in door.PATHS] + [of(d, p) for d in DTYPES[1:] for p in ("prefill", "decode")],
 )
-EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+EVERY_DTYPE = pytest.mark.parametrize("dtype", [of(dtype) for dtype in DTYPES])
 
 
 def attend_one(case_inputs, dtype, path, **kwargs):
@@ -208,7 +215,7 @@ def test_every_page_size_gives_the_same_answer(dtype, splits):
         assert case.check({"o": np.split(np.asarray(out.astype(jnp.float32)), cuts)}) == [], page
 
 
-@pytest.mark.parametrize(("dtype", "splits"), [*((dtype, 1) for dtype in DTYPES), ("float32", 3)])
+@pytest.mark.parametrize(("dtype", "splits"), [*(of(dtype, 1) for dtype in DTYPES), ("float32", 3)])
 @pytest.mark.parametrize("branches", [pages_a_branch, branches_as_a_tree])
 def test_draft_branches_see_the_prefix_and_themselves(dtype, splits, branches):
     case = cases.build("C20", dtype)

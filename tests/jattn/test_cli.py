@@ -111,7 +111,11 @@ def test_a_draft_model_drafts(capsys, model, draft):
 
 
 @pytest.mark.parametrize(
-    ("kind", "draft"), [("eagle", []), ("eagle3", ["--topk", "2", "--num-steps", "3", "--num-draft-tokens", "6"])]
+    ("kind", "draft"),
+    [
+        pytest.param("eagle", [], marks=pytest.mark.long),
+        ("eagle3", ["--topk", "2", "--num-steps", "3", "--num-draft-tokens", "6"]),
+    ],
 )
 def test_a_draft_head_drafts(capsys, model, tmp_path, kind, draft):
     head = write(tmp_path / "head", kind, vocab_size_of(model))

@@ -83,6 +83,7 @@ def test_each_step_is_a_draft_of_that_depth(held):
     assert float(loss) == pytest.approx(float((weights * divergence / count).sum() / weights.sum()), rel=1e-4)
 
 
+@pytest.mark.long
 def test_a_head_learns_and_the_target_does_not(held):
     head, batch = held
     loss = lambda head: unrolled_loss(head, batch, num_steps=2)[0]  # noqa: E731

@@ -158,7 +158,15 @@ def test_a_greedy_engine_refuses_a_random_request(model):
         engine.submit(Request(prompt_ids=[1], temperature=0.5))
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3", "fp8_e5m2", "int8"])
+@pytest.mark.parametrize(
+    "kv_dtype",
+    [
+        pytest.param("bfloat16", marks=pytest.mark.long),
+        "fp8_e4m3",
+        pytest.param("fp8_e5m2", marks=pytest.mark.long),
+        "int8",
+    ],
+)
 def test_narrow_caches_stay_near_the_full_one(kv_dtype):
     full, narrow = (engine_of(tiny(dtype), num_slots=1, num_steps=0) for dtype in (None, kv_dtype))
     a, b = (serve(engine, [PROMPTS[3]], max_new_tokens=8)[0].new_ids for engine in (full, narrow))

@@ -39,7 +39,7 @@ def random_drafter(config):
     [
         (1, dict(num_steps=0)),
         (64, dict(num_steps=0)),
-        (1, CHAIN),
+        pytest.param(1, CHAIN, marks=pytest.mark.long),
         (16, CHAIN),
         pytest.param(16, dict(num_steps=0), marks=pytest.mark.long),
         pytest.param(64, CHAIN, marks=pytest.mark.long),

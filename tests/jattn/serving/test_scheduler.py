@@ -176,6 +176,7 @@ class Stub(nnx.Module):
     def __init__(self):
         self.spec = AttnSpec(num_q_heads=1, num_kv_heads=1, head_dim=1)
         self.config = types.SimpleNamespace(vocab_size=2**31 - 1)
+        self.kv_layout = None
 
 
 def engine_on(device, *, num_slots, num_pages, page_size, num_steps, max_context=48):

@@ -13,7 +13,11 @@ def plain():
 
 @pytest.mark.parametrize(
     ("topk", "num_steps", "num_nodes", "page_size"),
-    [(2, 3, 7, 1), pytest.param(4, 5, 16, 16, marks=pytest.mark.long), (8, 8, 64, 64)],
+    [
+        (2, 3, 7, 1),
+        pytest.param(4, 5, 16, 16, marks=pytest.mark.long),
+        pytest.param(8, 8, 64, 64, marks=pytest.mark.long),
+    ],
 )
 def test_any_tree_gives_the_tokens_of_plain_decoding(plain, topk, num_steps, num_nodes, page_size):
     # 160 tokens of pages: the three requests cannot all stay, so some are taken back

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from drawn import Setup
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as machine
-from jax.experimental.pallas import tpu as pltpu
+from watched import CHECKED, assert_no_race
 
 import jattn
 from jattn.attend import _tree_args
@@ -21,7 +20,6 @@ from pallas_kernels._common import tpu_rows
 from pallas_kernels.attention import tpu
 from pallas_kernels.attention.tpu_config import Config
 
-CHECKED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 _SHORT, _LONG = Config(block_q=1, block_pages=2, heads=2), Config(block_q=8, block_pages=2, unroll_heads=False)
 _AHEAD = Config(block_q=8, block_pages=16, heads=1, unroll_heads=False, parts=2)
 SETUPS = ((Setup(name="mixed, two classes", group=3, head_dim=20, dtype="bfloat16", page_size=16), (_SHORT, _LONG)),)
@@ -103,7 +101,7 @@ def check(setup, config, data):
     given = tuple(jnp.asarray(x) for x in (ins.q, ins.seq_lens, ins.q_lens, ins.page_table))
     out, lse = attend(setup, config)(*given, tree, sinks, drawn.cache(setup, ins))
     earned.compare(setup, ins, out, lse)
-    assert not machine.races.races_found  # pyright: ignore[reportOptionalMemberAccess]
+    assert_no_race()
 
 
 @pytest.mark.parametrize(("setup", "config"), SETUPS, ids=str)

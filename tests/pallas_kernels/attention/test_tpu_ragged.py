@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn import Setup
-from jax.experimental.pallas import tpu as pltpu
+from watched import CHECKED, assert_no_race
 
 import jattn
 from jattn.attend import _tree_args
 from pallas_kernels.attention import tpu_ragged
 from pallas_kernels.attention.tpu_config import Config
 
-CHECKED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 _BASE = Setup(name="causal, 24/16", num_kv_heads=2, head_dim=24, v_head_dim=16, dtype="bfloat16", page_size=64)
 _CONFIG = Config(block_q=8, block_pages=1, heads=1, unroll_heads=False)
 SETUPS = ((_BASE, _CONFIG, 2560),)
@@ -79,6 +78,7 @@ def check(setup, config, lanes, data, monkeypatch):
     sinks = None if ins.sinks is None else jnp.asarray(ins.sinks)
     out, lse = attend(setup, config, lanes)(jnp.asarray(ins.q), *packed, *given, tree, sinks)
     earned.compare(setup, ins, out, lse)
+    assert_no_race()
 
 
 NAMES = dict(ids=lambda x: getattr(x, "name", ""))

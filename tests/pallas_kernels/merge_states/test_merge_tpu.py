@@ -3,11 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from watched import CHECKED, assert_no_race
 
 from pallas_kernels.merge_states import reference, tpu
-
-INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
 
 def parts(splits, lead, v_dim, dtype, seed=0):
@@ -46,7 +44,8 @@ WIDE = [
 @pytest.mark.parametrize("splits, lead, v_dim, dtype", CASES + [pytest.param(*c, marks=pytest.mark.long) for c in WIDE])
 def test_the_merge_is_that_of_float64(splits, lead, v_dim, dtype):
     out, lse = parts(splits, lead, v_dim, dtype)
-    got, got_lse = tpu.merge_states(out, lse, config=tpu.Config(block_rows=128, block_v=128), interpret=INTERPRET)
+    got, got_lse = tpu.merge_states(out, lse, config=tpu.Config(block_rows=128, block_v=128), interpret=CHECKED)
+    assert_no_race()
     assert got.dtype == out.dtype and got.shape == (*lead, v_dim)
     want, want_lse = in_float64(out, lse)
     peer = np.asarray(reference.merge_states(out, lse)[0], np.float64)

@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn import Setup
-from jax.experimental.pallas import tpu as pltpu
+from watched import CHECKED, assert_no_race
 
 import jattn
 from jattn.attend import _tree_args
 from pallas_kernels.attention.tpu_config import Config
 from pallas_kernels.mla import tpu
 
-CHECKED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 _BASE = Setup(name="", num_kv_heads=1, group=3, head_dim=20, v_head_dim=16, dtype="bfloat16", page_size=16)
 # four tiles of heads and queries, blocks of two parts
 _AHEAD = Config(block_q=8, block_pages=16, heads=1, unroll_heads=False, parts=2)
@@ -91,6 +90,7 @@ def check(setup, config, data):
     given = tuple(jnp.asarray(x) for x in (ins.q, ins.seq_lens, ins.q_lens, ins.page_table))
     out, lse = attend(setup, config)(*given, tree, pages)
     earned.compare(setup, ins, out, lse)
+    assert_no_race()
 
 
 @pytest.mark.parametrize(("setup", "config"), SETUPS, ids=lambda x: getattr(x, "name", ""))
