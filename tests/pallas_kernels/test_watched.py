@@ -33,6 +33,6 @@ def test_a_copy_that_is_waited_for_does_not_race():
 
 
 def test_a_read_during_a_copy_is_caught():
-    jax.block_until_ready(copied(waits=False))
-    with pytest.raises(AssertionError, match="race"):
+    with pytest.raises(Exception, match="(?i)race"):  # newer interpreters raise by themselves
+        jax.block_until_ready(copied(waits=False))
         assert_no_race()
