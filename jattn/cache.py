@@ -52,9 +52,8 @@ class PagedKV:
         Args: dtype: used when `spec.kv_dtype` is None (default float32). k_scale, v_scale: per-tensor scales of a
           quantised cache; with `spec.kv_scales == "token"` scales are measured at each write instead.
           layout: None keeps 8-bit floats as their bits, in uint8; "token_major" keeps them as they are, for kernels
-          that want that (on a CPU each use then converts the whole pool); "rows" is for
-          kernels of TPU, and becomes "row_words_..." for
-          pages of a size that is no multiple of 8.
+          that want that (on a CPU each use then converts the whole pool); "rows" is for kernels of TPU, and becomes
+          "row_words_..." for pages of a size that is no multiple of 8.
         Raises: ValueError if a size is out of range, if a row index would not fit int32, or for another layout.
 
         >>> spec = AttnSpec(num_q_heads=9, num_kv_heads=3, head_dim=64)

@@ -18,6 +18,7 @@ os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
 os.environ["MOSAIC_GPU_DUMP_TO"] = tempfile.mkdtemp(prefix="aot")
 os.environ["PATH"] = f"{sysconfig.get_paths()['purelib']}/nvidia/cu13/bin:{os.environ['PATH']}"  # ptxas
 
+import aot_shapes
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,17 +82,8 @@ class Attention:
             seq_lens=i32(self.seqs),
             cu_q_lens=i32(self.seqs + 1),
         )
-        if self.mask == "tree":
-            arrays |= dict(
-                tree_bits=shape(tokens, -(-self.q_len // 32), dtype="uint32"),
-                tree_starts=i32(self.seqs),
-                tree_kv_positions=i32(self.seqs, self.q_len),
-                q_positions=i32(tokens),
-            )
-        if self.kv_dtype:
-            arrays |= dict(k_scale=shape(dtype="float32"), v_scale=shape(dtype="float32"))
-        if self.sinks:
-            arrays["sinks"] = shape(heads, dtype="float32")
+        arrays |= aot_shapes.of_tree(self.mask, tokens=tokens, seqs=self.seqs, nodes=self.q_len)
+        arrays |= aot_shapes.of_options(scales=bool(self.kv_dtype), sinks=heads if self.sinks else 0)
         static = dict(
             max_q_len=self.q_len,
             sm_scale=self.dim**-0.5,
@@ -137,10 +129,7 @@ class Prefill:
             arrays |= dict(k=keys, v=values, cu_kv_lens=i32(3))
         else:
             arrays |= dict(k_pages=keys, v_pages=values, page_table=i32(2, tokens // self.page), seq_lens=i32(2))
-        if self.kv_dtype:
-            arrays |= dict(k_scale=shape(dtype="float32"), v_scale=shape(dtype="float32"))
-        if self.sinks:
-            arrays["sinks"] = shape(heads, dtype="float32")
+        arrays |= aot_shapes.of_options(scales=bool(self.kv_dtype), sinks=heads if self.sinks else 0)
         static = dict(
             max_q_len=tokens,
             sm_scale=self.dim**-0.5,

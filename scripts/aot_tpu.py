@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import aot_shapes
 import jax
 import jax.numpy as jnp
 from tpu_target import GENERATIONS, Compiler, Generation
@@ -72,17 +73,10 @@ class Attention(_Case):
             seq_lens=i32(self.seqs),
             cu_q_lens=i32(self.seqs + 1),
         )
-        if self.mask == "tree":
-            arrays |= dict(
-                tree_bits=shape(tokens, -(-self.q_len // 32), dtype="uint32"),
-                tree_starts=i32(self.seqs),
-                tree_kv_positions=i32(self.seqs, self.q_len),
-                q_positions=i32(tokens),
-            )
-        if self.kv_dtype:
-            arrays |= dict(k_scale=shape(dtype="float32"), v_scale=shape(dtype="float32"))
-        if self.sinks:
-            arrays["sinks"] = shape(self.kv_heads * self.group, dtype="float32")
+        arrays |= aot_shapes.of_tree(self.mask, tokens=tokens, seqs=self.seqs, nodes=self.q_len)
+        arrays |= aot_shapes.of_options(
+            scales=bool(self.kv_dtype), sinks=self.kv_heads * self.group if self.sinks else 0
+        )
         static = dict(
             kv_heads=self.kv_heads,
             v_dim=self.row.v_dim,
@@ -92,7 +86,7 @@ class Attention(_Case):
             sliding_window=self.window,
             logit_soft_cap=self.cap,
             config=self.config,
-            device=f"tpu-{generation.name}",
+            device=generation.device.name,
         )
         return lambda arrays: attention.paged_attention(**arrays, **static), arrays
 
@@ -123,7 +117,7 @@ class Ragged(_Case):
             cu_kv_lens=shape(self.seqs + 1, dtype="int32"),
             cu_q_lens=shape(self.seqs + 1, dtype="int32"),
         )
-        static = dict(max_q_len=self.tokens, sm_scale=self.dim**-0.5, mask=self.mask, device=f"tpu-{generation.name}")
+        static = dict(max_q_len=self.tokens, sm_scale=self.dim**-0.5, mask=self.mask, device=generation.device.name)
         return lambda arrays: tpu_ragged.ragged_attention(**arrays, **static), arrays
 
 
@@ -161,13 +155,7 @@ class Latent(_Case):
             seq_lens=i32(self.seqs),
             cu_q_lens=i32(self.seqs + 1),
         )
-        if self.mask == "tree":
-            arrays |= dict(
-                tree_bits=shape(tokens, -(-self.q_len // 32), dtype="uint32"),
-                tree_starts=i32(self.seqs),
-                tree_kv_positions=i32(self.seqs, self.q_len),
-                q_positions=i32(tokens),
-            )
+        arrays |= aot_shapes.of_tree(self.mask, tokens=tokens, seqs=self.seqs, nodes=self.q_len)
         static = dict(
             latent_dim=self.latent,
             max_q_len=self.q_len,
@@ -175,7 +163,7 @@ class Latent(_Case):
             mask=self.mask,
             num_splits=self.splits,
             kv_dtype=self.dtype if words else None,
-            device=f"tpu-{generation.name}",
+            device=generation.device.name,
         )
         return lambda arrays: mla.attend_latent(**arrays, **static), arrays
 

@@ -10,7 +10,6 @@ from tpu_rows import Call, Heads, Latents, Row, i32, shape
 from tpu_target import Generation
 
 from pallas_kernels._common import tpu_rows as pool_rows
-from pallas_kernels._common.tpu_devices import device_named
 from pallas_kernels.attention import tpu as attention
 from pallas_kernels.attention.tpu_config import Facts, heuristic
 from pallas_kernels.mla import tpu as mla
@@ -18,7 +17,7 @@ from pallas_kernels.mla import tpu_config as mla_config
 
 
 def _attention(case: Heads, page: int, generation: Generation) -> Call:
-    device = device_named(f"tpu-{generation.name}")
+    device = generation.device
     row = pool_rows.Row(kv_heads=case.kv_heads, k_dim=case.dim, v_dim=case.dim)
     group = case.q_heads // case.kv_heads
     facts = Facts(row=row, group=group, max_q_len=case.q_len, page_size=page, kv_bytes=2, q_bytes=2)
@@ -58,7 +57,7 @@ def _attention(case: Heads, page: int, generation: Generation) -> Call:
 
 
 def _latent(case: Latents, page: int, generation: Generation) -> Call:
-    device = device_named(f"tpu-{generation.name}")
+    device = generation.device
     row = mla_config.row_of(num_heads=case.heads, latent_dim=case.latent, rope_dim=case.rope)
     group = case.heads // row.kv_heads
     facts = Facts(row=row, group=group, max_q_len=case.q_len, page_size=page, kv_bytes=2, q_bytes=2)

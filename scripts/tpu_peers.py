@@ -127,7 +127,7 @@ def _tokamax_mla(case: Latents, generation: Generation) -> Call:
 
 
 def _vmem(generation: Generation) -> int:
-    return int(0.9 * generation.vmem_bytes)
+    return int(0.9 * generation.device.vmem_bytes)
 
 
 def rows() -> list[Row]:

@@ -102,14 +102,15 @@ def _child(index: int, name: str, folder: Path) -> dict:
 
 
 def _result(row, call, loop: Loop, generation) -> dict:
-    trips = call.trips / min(call.cores, generation.cores)
-    rate = generation.bf16_tflops * 1e12 / generation.cores / (generation.clock_ghz * 1e9)  # FLOP a cycle and core
+    device = generation.device
+    trips = call.trips / min(call.cores, device.cores)
+    rate = generation.bf16_tflops * 1e12 / device.cores / (device.ghz * 1e9)  # FLOP a cycle and core
     size = 128 if generation.name in ("v4", "v5e", "v5p") else 256
     fed = loop.matmuls * _MXU_ROWS * 2 * size * size / rate  # cycles that the matrix units need at their peak
     times = {
-        "bundles_us": trips * loop.bundles / generation.clock_ghz * 1e-3,
-        "products_us": trips * fed / generation.clock_ghz * 1e-3,
-        "hbm_us": (call.hbm_bytes or row.work.hbm_bytes) / generation.hbm_gbps * 1e-3,
+        "bundles_us": trips * loop.bundles / device.ghz * 1e-3,
+        "products_us": trips * fed / device.ghz * 1e-3,
+        "hbm_us": (call.hbm_bytes or row.work.hbm_bytes) / device.hbm_gbps * 1e-3,
     }
     return dict(
         kernel=row.kernel,
@@ -117,7 +118,7 @@ def _result(row, call, loop: Loop, generation) -> dict:
         generation=generation.name,
         sizes=call.sizes,
         trips=call.trips,
-        cores=min(call.cores, generation.cores),
+        cores=min(call.cores, device.cores),
         bundles=loop.bundles,
         bundles_with_skipped=loop.all_bundles,
         matmuls=loop.matmuls,

@@ -17,79 +17,36 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels._common.tpu_devices import Device, device_named
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """One TPU generation, as its device: a v4 or v5p chip is one device of two cores, a 7x chip two devices of one.
 
-    `clock_ghz` is the peak rate over the multiplications of the matrix units in a cycle: 4 of 128 x 128 a core up to
-    v5p, then 2 of 256 x 256 that take two bfloat16 rows a cycle. `hbm_gbps` and `bf16_tflops` are a device's.
+    Its clock is the peak rate over the multiplications of the matrix units in a cycle: 4 of 128 x 128 a core up to v5p,
+    then 2 of 256 x 256 that take two bfloat16 rows a cycle.
     """
 
     name: str
     topology: str
     kind: str  # as JAX reports it
-    cores: int
-    clock_ghz: float
-    hbm_gbps: float
-    bf16_tflops: float
-    vmem_bytes: int  # a core
+    bf16_tflops: float  # of a device
+
+    @property
+    def device(self) -> Device:
+        """What the kernels know of it."""
+        return device_named(f"tpu-{self.name}")
 
 
-_MIB = 1 << 20
 GENERATIONS = {
     row.name: row
     for row in (
-        Generation(
-            name="v4",
-            topology="v4:2x2x1",
-            kind="TPU v4",
-            cores=2,
-            clock_ghz=1.05,
-            hbm_gbps=1228,
-            bf16_tflops=275,
-            vmem_bytes=16 * _MIB,
-        ),
-        Generation(
-            name="v5e",
-            topology="v5e:2x2",
-            kind="TPU v5 lite",
-            cores=1,
-            clock_ghz=1.5,
-            hbm_gbps=819,
-            bf16_tflops=197,
-            vmem_bytes=128 * _MIB,
-        ),
-        Generation(
-            name="v5p",
-            topology="v5p:2x2x1",
-            kind="TPU v5",
-            cores=2,
-            clock_ghz=1.75,
-            hbm_gbps=2765,
-            bf16_tflops=459,
-            vmem_bytes=64 * _MIB,
-        ),
-        Generation(
-            name="v6e",
-            topology="v6e:2x2",
-            kind="TPU v6 lite",
-            cores=1,
-            clock_ghz=1.75,
-            hbm_gbps=1640,
-            bf16_tflops=918,
-            vmem_bytes=128 * _MIB,
-        ),
-        Generation(
-            name="v7x",
-            topology="tpu7x:2x2x1",
-            kind="TPU7x",
-            cores=1,
-            clock_ghz=2.2,
-            hbm_gbps=3690,
-            bf16_tflops=1153,
-            vmem_bytes=64 * _MIB,
-        ),
+        Generation(name="v4", topology="v4:2x2x1", kind="TPU v4", bf16_tflops=275),
+        Generation(name="v5e", topology="v5e:2x2", kind="TPU v5 lite", bf16_tflops=197),
+        Generation(name="v5p", topology="v5p:2x2x1", kind="TPU v5", bf16_tflops=459),
+        Generation(name="v6e", topology="v6e:2x2", kind="TPU v6 lite", bf16_tflops=918),
+        Generation(name="v7x", topology="tpu7x:2x2x1", kind="TPU7x", bf16_tflops=1153),
     )
 }
 
@@ -103,7 +60,7 @@ class Compiler:
         if device.device_kind != generation.kind:
             raise ValueError(f"topology {generation.topology} is of {device.device_kind}: want {generation.kind}")
         self._sharding = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
-        described = AbstractDevice(device_kind=generation.kind, num_cores=generation.cores, platform="tpu")
+        described = AbstractDevice(device_kind=generation.kind, num_cores=generation.device.cores, platform="tpu")
         self._mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=described)
 
     def described(self) -> contextlib.AbstractContextManager:

@@ -14,7 +14,6 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -150,12 +149,12 @@ def train(args: argparse.Namespace) -> None:
     loaded = load(Options(model=args.model, dtype=args.dtype))
     learn_from, judge_by = Texts.load(sorted(args.dir.glob("answers-*.npz"))).split(0.02)
     settings = _settings(args, learn_from, loaded)
-    trainer, progress = _trainer(loaded, settings)
-    progress = _resumed(args.dir, progress)
+    trainer = _trainer(loaded, settings)
+    progress = _resumed(args.dir, trainer.start)
     start = int(progress.step)
     size, length = settings["size"], settings["length"]
     # the order of texts depends on the step, so that a run that stopped goes on where it was
-    batches, held = learn_from.batches(size, length, seed=args.seed + start), _held(judge_by, size, length)
+    batches, held = learn_from.batches(size, length, seed=args.seed + start), judge_by.batches(size, length, seed=0)
     end, log = time.monotonic() + 60 * args.minutes, args.dir / "log.jsonl"
     bar = rich.progress.Progress(*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
     with bar, log.open("a") as file:
@@ -175,10 +174,6 @@ def train(args: argparse.Namespace) -> None:
 
 def _row(losses) -> dict[str, list[float]]:
     return {name: [round(float(x), 4) for x in value] for name, value in losses._asdict().items()}
-
-
-def _held(texts: Texts, size: int, length: int) -> Iterator:
-    return texts.batches(size, length, seed=0)
 
 
 def _settings(args: argparse.Namespace, texts: Texts, loaded: LoadedModel) -> dict[str, Any]:
@@ -220,14 +215,13 @@ def _head(loaded: LoadedModel, settings: dict[str, Any]) -> DraftHead:
     return DraftHead(body, loaded.model, token_ids=ids, taps=taps)
 
 
-def _trainer(loaded: LoadedModel, settings: dict[str, Any]) -> tuple[Trainer, Progress]:
+def _trainer(loaded: LoadedModel, settings: dict[str, Any]) -> Trainer:
     steps = settings["steps"]
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, settings["rate"], max(steps // 20, 1), steps, 0.02 * settings["rate"]
     )
     sizes = {name: settings[name] for name in ("size", "length")}
-    trainer = Trainer(loaded.model, _head(loaded, settings), schedule, num_steps=settings["unroll"], **sizes)
-    return trainer, trainer.start
+    return Trainer(loaded.model, _head(loaded, settings), schedule, num_steps=settings["unroll"], **sizes)
 
 
 def _keep(folder: Path, progress: Progress) -> None:
@@ -252,8 +246,8 @@ def export(args: argparse.Namespace) -> None:
         raise SystemExit("export wants --to, the folder of the head")
     loaded = load(Options(model=args.model, dtype="float32"))
     settings = json.loads((args.dir / "settings.json").read_text())
-    trainer, progress = _trainer(loaded, settings)
-    progress = _resumed(args.dir, progress)
+    trainer = _trainer(loaded, settings)
+    progress = _resumed(args.dir, trainer.start)
     head = trainer.head(progress.params)
     body, config = head.body, head.body.config
     assert isinstance(body, Eagle3)

@@ -94,9 +94,8 @@ def read_head(path: str | os.PathLike[str]) -> HeadFile:
     config = read_json(path / "config.json")
     own = Fields({name: config[name] for name in _OF_HEADS if name in config})
     inner = config.get("transformer_layer_config")
-    layers = dict(inner) if isinstance(inner, Mapping) else {n: v for n, v in config.items() if n not in _OF_HEADS}
     try:
-        _, hparams = read_config({"model_type": "llama", **layers})
+        _, hparams = read_config({"model_type": "llama", **inner} if isinstance(inner, Mapping) else _plain(config))
         own.expect("norm_before_residual", False, "the features themselves are added to")
         target_dim = own.count("target_hidden_size", hparams.d_model)
         taps = _taps(own)
