@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument(
         "--variant", action="append", default=[], help="changes to the default sizes, as stages=4,splits=False"
     )
+    parser.add_argument("--in-order", action="store_true", help="pages in the order of the requests, not anywhere")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--budget-s", type=float, default=1e9)
     parser.add_argument("--out", help="JSON lines")
@@ -143,6 +144,8 @@ def main() -> None:
     for shape in (shape for family in args.families.split(",") for shape in _EVERY[family]()):
         if args.only not in shape.label or time.time() - start > args.budget_s:
             continue
+        if args.in_order and isinstance(shape, Shape):
+            shape = dataclasses.replace(shape, ordered=True)
         calls = _ours(shape, args.variant)
         if args.peers:
             calls |= _peers(shape)

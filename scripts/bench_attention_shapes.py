@@ -31,6 +31,7 @@ class Shape:
     page: int = 64
     nodes: int = 0  # of a tree; 0: decode
     kv: str = "bf16"  # or "fp8": e4m3 with one scale for keys and one for values
+    ordered: bool = False  # whether pages lie in the order of the requests, as a dense cache has them; else anywhere
 
     @property
     def family(self) -> str:
@@ -51,9 +52,10 @@ class Shape:
     def label(self) -> str:
         """Name of the row, as the published peers' page has it."""
         heads = f"H{self.q_heads}/{self.kv_heads}"
+        more = (" fp8" if self.kv == "fp8" else "") + (" in order" if self.ordered else "")
         if self.nodes:
-            return f"B{self.batch} T{self.nodes} ctx{self.ctx} {heads} p{self.page}"
-        return f"B{self.batch} ctx{self.ctx} {heads} D{self.dim} p{self.page}" + (" fp8" if self.kv == "fp8" else "")
+            return f"B{self.batch} T{self.nodes} ctx{self.ctx} {heads} p{self.page}{more}"
+        return f"B{self.batch} ctx{self.ctx} {heads} D{self.dim} p{self.page}{more}"
 
     @property
     def flops(self) -> float:
@@ -89,7 +91,8 @@ def data(shape: Shape) -> tuple[list, dict, Any]:
     """Input sets, the plan's arrays, and the oracle's view: (bits bool [batch, nodes, nodes] or None)."""
     rng = np.random.default_rng(0)
     pages = -(-shape.keys // shape.page)
-    table = rng.permutation(shape.batch * pages).astype(np.int32).reshape(shape.batch, pages)
+    every = np.arange(shape.batch * pages, dtype=np.int32)
+    table = (every if shape.ordered else rng.permutation(every)).reshape(shape.batch, pages)
     key = jax.random.key(1)
     kind = jnp.bfloat16 if shape.kv == "bf16" else jnp.float8_e4m3fn
     count = int(min(_MAX_SETS, max(1, math.ceil(_ROTATION_BYTES / shape.nbytes))))

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import mosaic_gpu_sm90_copy as copies
 from pallas_kernels.attention import mosaic_gpu_sm90_parts as parts_io
+from pallas_kernels.attention import mosaic_gpu_sm90_rows as rows_io
 from pallas_kernels.attention.mosaic_gpu_sm90_rows import Rows
 
 _ELEMENTS = 64  # elements a thread has in flight, of some parts
@@ -58,7 +59,7 @@ def merge(out, lse, parts, part_lse, tiles, sinks, shape: Shape) -> tuple[jax.Ar
 def _kernel(parts, part_lse, tiles, *rest, shape: Shape, chunk: int, chunks: int):
     sinks, out, lse = rest if shape.sinks else (None, *rest)
     tile, head = lax.axis_index("tiles"), lax.axis_index("kv_heads")
-    row, tokens, first, count = (tiles[tile, i] for i in range(4))
+    row, tokens, first, count = rows_io.load_scalars(tiles, tile, 4)
     used = tokens * shape.group
 
     def rows_from(i, _):

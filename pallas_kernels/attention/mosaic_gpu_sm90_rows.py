@@ -108,9 +108,9 @@ def load_scalars(ref, row: jax.Array, count: int) -> list[jax.Array]:
         i32 = ir.IntegerType.get_signless(32)
         address = address_of(value_of(row), width, utils.memref_ptr(gmem), i32)
         if width % 4:
-            words = [_volatile(utils.getelementptr(address, [i], i32), 1) for i in range(count)]
+            words = [_kept(utils.getelementptr(address, [i], i32), 1) for i in range(count)]
         else:
-            several = [_volatile(utils.getelementptr(address, [i], i32), 4) for i in range(0, count, 4)]
+            several = [_kept(utils.getelementptr(address, [i], i32), 4) for i in range(0, count, 4)]
             words = [llvm.extractvalue(i32, four, [i]) for four in several for i in range(4)]
         return tuple(mgpu.FragmentedArray.splat(word, (), is_signed=True) for word in words[:count])
 
@@ -139,14 +139,17 @@ def load_lanes(ref, row, first, last) -> jax.Array:
     return inline(ref, *(jnp.asarray(x, jnp.int32) for x in (row, first, last)))
 
 
-def _volatile(address, count: int):
-    # one 32-bit word, or four at once
+def _kept(address, count: int):
+    # One 32-bit word, or four at once, of what all layers of a step read: it stays in the L2 while keys and values run
+    # through it, which are read once.
+    policy = "createpolicy.fractional.L2::evict_last.b64 kept, 1.0;"
     if count == 1:
-        kind, text = ir.IntegerType.get_signless(32), "ld.volatile.global.b32 $0, [$1];"
-        return llvm.inline_asm(kind, [address], text, "=r,l", has_side_effects=True)
-    kind = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
-    text = "ld.volatile.global.v4.b32 {$0, $1, $2, $3}, [$4];"
-    return llvm.inline_asm(kind, [address], text, "=r,=r,=r,=r,l", has_side_effects=True)
+        kind, out, constraints = ir.IntegerType.get_signless(32), "b32 $0, [$1]", "=r,l"
+    else:
+        kind = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
+        out, constraints = "v4.b32 {$0, $1, $2, $3}, [$4]", "=r,=r,=r,=r,l"
+    text = f"{{ .reg .b64 kept; {policy} ld.global.L2::cache_hint.{out}, kept; }}"
+    return llvm.inline_asm(kind, [address], text, constraints, has_side_effects=True)
 
 
 def store(ref, value: jax.Array, rows: Rows, *, start: jax.Array | int = 0, interpret: bool) -> None:
