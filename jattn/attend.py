@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 import pallas_kernels.merge_states.xla as merge_xla
-from jattn.cache import MLACache, PagedKV, RaggedKV, rows_of
+from jattn.cache import MLACache, PagedKV, RaggedKV, latent_row, rows_of
 from jattn.plan import Plan
 from jattn.resolve import Choice
 from jattn.spec import AttnSpec, MLASpec
@@ -32,9 +32,10 @@ def write_attend[C: (PagedKV, MLACache)](
 
     Args:
       q: [tokens, num_q_heads, head_dim], rotated, not scaled (`spec.sm_scale` is applied inside).
-      k, v: [tokens, num_kv_heads, head_dim], [tokens, num_kv_heads, v_head_dim], written at `plan.write_slots`. For an
-        `MLACache` the normed latent [tokens, kv_lora_rank] and the rotated shared key [tokens, qk_rope_head_dim], and
-        q as in `attend`; `combinators.mla` has the layer around it.
+      k, v: [tokens, num_kv_heads, head_dim], [tokens, num_kv_heads, v_head_dim], written at `plan.write_slots`, which
+        are -1 or where the page table has the row's place in its sequence, as `make_plan` sets them. For an `MLACache`
+        the normed latent [tokens, kv_lora_rank] and the rotated shared key [tokens, qk_rope_head_dim], and q as in
+        `attend`; `combinators.mla` has the layer around it.
       cache: donated by the caller's jit; the returned cache takes its place.
       layer: 0 <= layer < cache.num_layers; may be traced.
       mask, sinks: as in `attend`.
@@ -58,8 +59,20 @@ def write_attend[C: (PagedKV, MLACache)](
     else:
         _check_rows("k", k, (plan.num_tokens, spec.num_kv_heads, spec.head_dim))
         _check_rows("v", v, (plan.num_tokens, spec.num_kv_heads, spec.v_head_dim))
-    cache = write_kv(k, v, cache, plan, layer=layer, choice=choice)
-    out, lse = attend(q, cache, plan, layer=layer, spec=spec, choice=choice, mask=mask, sinks=sinks)
+    writes = choice.writes("attend_latent" if isinstance(spec, MLASpec) else "attend")
+    if writes is None:
+        cache = write_kv(k, v, cache, plan, layer=layer, choice=choice)
+        out, lse = attend(q, cache, plan, layer=layer, spec=spec, choice=choice, mask=mask, sinks=sinks)
+        return out, lse, cache
+    given = _asked_of(q, cache, plan, layer, spec, choice, mask or plan.mask, sinks)
+    given |= dict(slots=plan.write_slots, num_pages=cache.num_pages)
+    if isinstance(cache, MLACache):
+        out, lse, written = writes(q, k, v, cache.latent, **given)
+        cache = dataclasses.replace(cache, latent=written)
+    else:
+        out, lse, written = writes(q, k, v, cache.k, **given)
+        cache = dataclasses.replace(cache, k=written)
+    out, lse = _merged(out, lse, q.dtype, choice, sinks)
     return out, lse, cache
 
 
@@ -74,7 +87,7 @@ def write_kv[C: (PagedKV, MLACache)](k: jax.Array, v: jax.Array, cache: C, plan:
         scales = dict(k_scales=cache.k_scale, v_scales=cache.v_scale)
     elif cache.k_scale is not None:
         scales = dict(k_scale=_scale(cache.k_scale, layer), v_scale=_scale(cache.v_scale, layer))
-    scales |= _bits(cache)
+    scales |= _form(cache)
     written = choice.function("write_kv")(
         cache.k,
         cache.v,
@@ -120,39 +133,13 @@ def attend(
     Source: arXiv:2205.14135, algorithm 1; paging as in arXiv:2309.06180.
     """
     mask = mask or plan.mask
-    _check_mask(mask, plan)
-    if isinstance(kv, MLACache) and isinstance(spec, MLASpec):
-        return _attend_latent(q, kv, plan, layer, spec, choice, mask, sinks)
-    if isinstance(kv, MLACache) or isinstance(spec, MLASpec):
-        raise _mixed(kv, spec)
-    _check_rows("q", q, (plan.num_tokens, spec.num_q_heads, spec.head_dim))
-    if spec.sinks != (sinks is not None):
-        raise ValueError(
-            f"spec.sinks={spec.sinks} but sinks is {'given' if sinks is not None else 'None'}: they go together"
-        )
-    common = _common(plan, spec, choice, mask) | dict(
-        logit_soft_cap=spec.logit_soft_cap, sliding_window=spec.sliding_window
-    )
-    if choice.num_splits == 1:
-        common["sinks"] = sinks
-    if isinstance(kv, RaggedKV):
-        out, lse = _attend_ragged(q, kv, choice, common)
+    given = _asked_of(q, kv, plan, layer, spec, choice, mask, sinks)
+    if isinstance(kv, MLACache):
+        out, lse = choice.function("attend_latent")(q, kv.latent, **given)
+    elif isinstance(kv, RaggedKV):
+        out, lse = choice.ragged()(q, kv.k, kv.v, cu_kv_lens=kv.cu_kv_lens, **given)
     else:
-        check_cache(kv, plan, spec, choice)
-        rows = dict(kv_heads=spec.num_kv_heads, v_dim=spec.v_head_dim) if kv.v is None else {}
-        out, lse = choice.function("attend")(
-            q,
-            kv.k,
-            kv.v,
-            page_table=plan.page_table,
-            page_offset=layer * kv.num_pages,
-            seq_lens=plan.seq_lens,
-            k_scale=_scale(kv.k_scale, layer),
-            v_scale=_scale(kv.v_scale, layer),
-            **_bits(kv),
-            **rows,
-            **common,
-        )
+        out, lse = choice.function("attend")(q, kv.k, kv.v, **given)
     return _merged(out, lse, q.dtype, choice, sinks)
 
 
@@ -180,26 +167,42 @@ def apply_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> jax.Array:
     return merge_xla.apply_sinks(out, lse, sinks)
 
 
-def _attend_ragged(q, kv: RaggedKV, choice: Choice, common):
-    return choice.ragged()(q, kv.k, kv.v, cu_kv_lens=kv.cu_kv_lens, **common)
+def _asked_of(q, kv, plan: Plan, layer, spec: Spec, choice: Choice, mask: str, sinks) -> dict:
+    # what an attention kernel takes beside queries and keys, all of it checked
+    _check_mask(mask, plan)
+    if isinstance(spec, MLASpec) != isinstance(kv, MLACache):
+        raise _mixed(kv, spec)
+    if isinstance(spec, MLASpec):
+        return _asked_of_latents(q, kv, plan, layer, spec, choice, mask, sinks)
+    _check_rows("q", q, (plan.num_tokens, spec.num_q_heads, spec.head_dim))
+    if spec.sinks != (sinks is not None):
+        raise ValueError(
+            f"spec.sinks={spec.sinks} but sinks is {'given' if sinks is not None else 'None'}: they go together"
+        )
+    given = _common(plan, spec, choice, mask)
+    given |= dict(logit_soft_cap=spec.logit_soft_cap, sliding_window=spec.sliding_window)
+    if choice.num_splits == 1:
+        given["sinks"] = sinks
+    if isinstance(kv, RaggedKV):
+        return given
+    check_cache(kv, plan, spec, choice)
+    if kv.v is None:
+        given |= dict(kv_heads=spec.num_kv_heads, v_dim=spec.v_head_dim)
+    scales = dict(k_scale=_scale(kv.k_scale, layer), v_scale=_scale(kv.v_scale, layer))
+    return given | scales | _form(kv) | _of_pages(kv, plan, layer)
 
 
-def _attend_latent(q, kv: MLACache, plan: Plan, layer, spec: MLASpec, choice: Choice, mask: str, sinks):
+def _asked_of_latents(q, kv, plan: Plan, layer, spec: MLASpec, choice: Choice, mask: str, sinks) -> dict:
     if sinks is not None:
         raise ValueError("sinks are given but spec is an MLASpec: latent attention has none; leave them out")
     _check_rows("q", q, (plan.num_tokens, spec.num_q_heads, spec.latent_dims))
     check_cache(kv, plan, spec, choice)
-    out, lse = choice.function("attend_latent")(
-        q,
-        kv.latent,
-        **kv.words,
-        latent_dim=spec.kv_lora_rank,
-        page_table=plan.page_table,
-        page_offset=layer * kv.num_pages,
-        seq_lens=plan.seq_lens,
-        **_common(plan, spec, choice, mask),
-    )
-    return _merged(out, lse, q.dtype, choice, None)
+    given = dict(latent_dim=spec.kv_lora_rank, **kv.words)
+    return given | _common(plan, spec, choice, mask) | _of_pages(kv, plan, layer)
+
+
+def _of_pages(kv: Cache, plan: Plan, layer) -> dict:
+    return dict(page_table=plan.page_table, page_offset=layer * kv.num_pages, seq_lens=plan.seq_lens)
 
 
 def _common(plan: Plan, spec: Spec, choice: Choice, mask: str) -> dict:
@@ -237,8 +240,10 @@ def _scale(scale: jax.Array | None, layer) -> jax.Array | None:
     return scale if scale is None or scale.ndim == 3 else scale[layer]
 
 
-def _bits(cache: PagedKV) -> dict:
-    return {} if cache.k.dtype == cache.dtype else dict(kv_dtype=cache.dtype)
+def _form(cache: PagedKV) -> dict:
+    # what the arrays of a cache do not say of their entries
+    form = {} if cache.k.dtype == cache.dtype else dict(kv_dtype=cache.dtype)
+    return form | (dict(token_scales=True) if cache.scaled_rows else {})
 
 
 def _check_rows(name: str, x: jax.Array, want: tuple) -> None:
@@ -262,7 +267,10 @@ def _mixed(kv, spec: Spec) -> ValueError:
     )
 
 
-_OF_KERNELS = {"rows": ("rows", "row_words_"), "latent_rope_lanes": ("latent_rope_lanes", "latent_words_")}
+_OF_KERNELS = {
+    "rows": ("rows", "row_words_", "row_scales_"),
+    "latent_rope_lanes": ("latent_rope_lanes", "latent_words_", "latent_e4m3_lanes"),
+}
 """Layouts that only some kernels read, and those no other; how they lie depends on the page size."""
 
 
@@ -284,9 +292,9 @@ def check_cache(cache: Cache, plan: Plan, spec: Spec, choice: Choice | None = No
     if isinstance(cache, MLACache) and isinstance(spec, MLASpec):
         _check_layout(cache, choice)
         if cache.layout.startswith(_OF_KERNELS["latent_rope_lanes"]):
-            row = tpu_rows.LatentRow(k_dim=spec.latent_dims, v_dim=spec.kv_lora_rank)
+            row = latent_row(spec)
             names, got = "lanes of a token", cache.latent.shape[2:]
-            want = tpu_rows.word_shape(row, cache.dtype) if len(got) > 1 else (row.lanes,)
+            want = tpu_rows.word_shape(row, cache.dtype) if len(got) > 1 else (row.held_lanes,)
         else:
             names, want = "(kv_lora_rank, qk_rope_head_dim)", (spec.kv_lora_rank, spec.qk_rope_head_dim)
             got = (want[0], latent_rows.width(cache.latent, want[0]) - want[0])
@@ -295,7 +303,7 @@ def check_cache(cache: Cache, plan: Plan, spec: Spec, choice: Choice | None = No
         _check_layout(cache, choice)
         if cache.v is None:
             row, names, got = rows_of(spec), "lanes of a token", cache.k.shape[2:]
-            want = tpu_rows.word_shape(row, cache.dtype) if len(got) > 1 else (row.lanes,)
+            want = tpu_rows.word_shape(row, cache.dtype) if len(got) > 1 else (row.held_lanes,)
         else:
             got = (cache.k.shape[2], cache.k.shape[3], cache.v.shape[3])
     else:

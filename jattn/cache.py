@@ -11,9 +11,9 @@ from pallas_kernels._common import latent_rows, tpu_rows
 from pallas_kernels.kv_write.move import move_rows
 
 _INT32_ROWS = 2**31 - 1
-_PLAIN, _ROWS, _WORDS = "token_major", "rows", "row_words_"
+_PLAIN, _ROWS, _WORDS, _SCALED = "token_major", "rows", "row_words_", "row_scales_"
 _LATENT, _LATENT_LANES, _LATENT_FP8 = "latent_rope", "latent_rope_lanes", "latent_e4m3_rope_bf16"
-_LATENT_WORDS = "latent_words_"
+_LATENT_WORDS, _LATENT_BYTES = "latent_words_", "latent_e4m3_lanes"
 _BITS = {"token_major_e4m3_bits": jnp.float8_e4m3fn, "token_major_e5m2_bits": jnp.float8_e5m2}
 """Layouts in which uint8 holds 8-bit floats: XLA:CPU, which has none, would convert the whole pool at each use."""
 
@@ -24,7 +24,8 @@ class PagedKV:
     """Paged keys and values of every layer, token-major. Carry it through jit with its buffers donated.
 
     Scanning it in and out as xs/ys, or one array a layer, would copy the pool each step. In the layout "rows", which
-    the kernels of TPU want (`Choice.kv_layout`), `k` holds keys and values of a token side by side, and `v` is None.
+    the kernels of TPU want (`Choice.kv_layout`), `k` holds keys and values of a token side by side, and `v` is None;
+    scales of each token lie there, too, and `k_scale` and `v_scale` are None.
     """
 
     k: jax.Array  # [num_layers * num_pages, page_size, num_kv_heads, head_dim]; as rows [..., page_size, lanes]
@@ -53,7 +54,7 @@ class PagedKV:
           quantised cache; with `spec.kv_scales == "token"` scales are measured at each write instead.
           layout: None keeps 8-bit floats as their bits, in uint8; "token_major" keeps them as they are, for kernels
           that want that (on a CPU each use then converts the whole pool); "rows" is for kernels of TPU, and becomes
-          "row_words_..." for pages of a size that is no multiple of 8.
+          "row_words_..." for pages of a size that is no multiple of 8, else "row_scales_..." with scales a token.
         Raises: ValueError if a size is out of range, if a row index would not fit int32, or for another layout.
 
         >>> spec = AttnSpec(num_q_heads=9, num_kv_heads=3, head_dim=64)
@@ -77,11 +78,13 @@ class PagedKV:
                 scales[name] = jnp.full(shape if token else (num_layers,), 1.0 if token else value, jnp.float32)
         if layout == _ROWS:
             row = rows_of(spec)
+            scales = {} if row.scales else scales
             if tpu_rows.held_as_words(page_size):
                 layout = f"{_WORDS}{jnp.dtype(stored).name}"
                 k = jnp.zeros((*shape[:2], *tpu_rows.word_shape(row, stored)), jnp.int32)
             else:
-                k = jnp.zeros((*shape[:2], row.lanes), held)
+                layout = f"{_SCALED}{jnp.dtype(stored).name}" if row.scales else layout
+                k = jnp.zeros((*shape[:2], row.held_lanes), row.held_dtype(stored))
             return cls(k=k, v=None, num_layers=num_layers, layout=layout, **scales)
         return cls(
             k=jnp.zeros((*shape, spec.head_dim), held),
@@ -99,9 +102,15 @@ class PagedKV:
     @property
     def dtype(self) -> jnp.dtype:
         """What is stored: the dtype of `k` and `v`, or the 8-bit float whose bits they hold."""
-        if self.layout.startswith(_WORDS):
-            return jnp.dtype(self.layout.removeprefix(_WORDS))
+        for prefix in (_WORDS, _SCALED):
+            if self.layout.startswith(prefix):
+                return jnp.dtype(self.layout.removeprefix(prefix))
         return jnp.dtype(_BITS.get(self.layout, self.k.dtype))
+
+    @property
+    def scaled_rows(self) -> bool:
+        """Whether scales of each token lie in the rows of `k`."""
+        return self.v is None and self.k_scale is None and self.dtype.itemsize == 1
 
     @property
     def page_size(self) -> int:
@@ -110,7 +119,7 @@ class PagedKV:
 
     @property
     def token_scales(self) -> bool:
-        """Whether scales are stored for each token and KV head."""
+        """Whether `k_scale` and `v_scale` have one for each token and KV head."""
         return self.k_scale is not None and self.k_scale.ndim == 3
 
     @property
@@ -150,7 +159,8 @@ class MLACache:
     "latent_rope_lanes", the same and zeros up to a multiple of 128, which the kernels of TPU want (`Choice.kv_layout`:
     a row that is no whole number of lanes would make XLA copy the pool before each call); and
     "latent_e4m3_rope_bf16", bytes: the latent as e4m3, an f32 scale for each 128 of it (the last group may be shorter),
-    the key as bfloat16. For DeepSeek that is 512 fp8, 4 scales and 64 bfloat16, 656 bytes a token instead of 1152.
+    the key as bfloat16. For DeepSeek that is 512 fp8, 4 scales and 64 bfloat16, 656 bytes a token instead of 1152; with
+    "latent_rope_lanes" asked for, the same numbers in whole lanes, 768 bytes instead of 1280.
     """
 
     latent: jax.Array  # [num_layers * num_pages, page_size, kv_lora_rank + qk_rope_head_dim | lanes], or u8[..., bytes]
@@ -183,28 +193,30 @@ class MLACache:
         """
         _check_pool(num_layers, num_pages, page_size)
         width, held = spec.latent_dims, KV_DTYPES[spec.kv_dtype] if spec.kv_dtype else None
-        legal = (_LATENT_FP8,) if spec.kv_dtype == "fp8_e4m3" else (_LATENT, _LATENT_LANES)
+        narrow = spec.kv_dtype == "fp8_e4m3"
+        legal = (_LATENT_FP8 if narrow else _LATENT, _LATENT_LANES)
         layout = layout or legal[0]
         if layout not in legal:
             raise ValueError(
                 f"layout={layout!r} for kv_dtype={spec.kv_dtype!r}: want one of {', '.join(legal)}, or None"
             )
-        if layout == _LATENT_LANES:
-            width = tpu_rows.round_up(width, tpu_rows.LANES)
         if layout == _LATENT_FP8:
             width = latent_rows.num_bytes(spec.kv_lora_rank, spec.qk_rope_head_dim)
             held = jnp.uint8
-        elif held is not None and jnp.dtype(held).itemsize < 2:
+        elif held is not None and jnp.dtype(held).itemsize < 2 and not narrow:
             raise ValueError(
                 f"MLASpec.kv_dtype={spec.kv_dtype!r}: latents are stored as fp8_e4m3 or as a 16- or 32-bit float; "
                 "name one of those"
             )
         held = _unscaled(dtype or jnp.bfloat16, "MLASpec") if held is None else held
         tail, kind = (width,), held
-        if layout == _LATENT_LANES and tpu_rows.held_as_words(page_size):
-            layout = f"{_LATENT_WORDS}{jnp.dtype(held).name}"
-            row = tpu_rows.LatentRow(k_dim=spec.latent_dims, v_dim=spec.kv_lora_rank)
-            tail, kind = tpu_rows.word_shape(row, held), jnp.int32
+        if layout == _LATENT_LANES:
+            row = latent_row(spec)
+            tail, kind = (row.held_lanes,), row.held_dtype(held)
+            layout = _LATENT_BYTES if narrow else layout
+            if tpu_rows.held_as_words(page_size):
+                layout = f"{_LATENT_WORDS}{jnp.dtype(held).name}"
+                tail, kind = tpu_rows.word_shape(row, held), jnp.int32
         pool = jnp.zeros((num_layers * num_pages, page_size, *tail), kind)
         return cls(latent=pool, num_layers=num_layers, layout=layout)
 
@@ -218,7 +230,7 @@ class MLACache:
         """What latents are stored as."""
         if self.layout.startswith(_LATENT_WORDS):
             return jnp.dtype(self.layout.removeprefix(_LATENT_WORDS))
-        return jnp.dtype(jnp.float8_e4m3fn) if self.layout == _LATENT_FP8 else self.latent.dtype
+        return jnp.dtype(jnp.float8_e4m3fn) if self.layout in (_LATENT_FP8, _LATENT_BYTES) else self.latent.dtype
 
     @property
     def words(self) -> dict[str, jnp.dtype]:
@@ -246,7 +258,20 @@ Cache = PagedKV | MLACache  # what a model's layers write
 
 def rows_of(spec: AttnSpec) -> tpu_rows.Row:
     """How the layout "rows" holds a token of a layer."""
-    return tpu_rows.Row(kv_heads=spec.num_kv_heads, k_dim=spec.head_dim, v_dim=spec.v_head_dim or spec.head_dim)
+    widths = dict(k_dim=spec.head_dim, v_dim=spec.v_head_dim or spec.head_dim)
+    return tpu_rows.Row(kv_heads=spec.num_kv_heads, scales=scaled_rows(spec), **widths)
+
+
+def scaled_rows(spec: AttnSpec) -> bool:
+    """Whether each token of a layer has scales of its own."""
+    return spec.quantised and spec.kv_scales == "token"
+
+
+def latent_row(spec: MLASpec) -> tpu_rows.LatentRow:
+    """How the layout "latent_rope_lanes" holds a token of a layer."""
+    held = tpu_rows.LatentBytes(latent_dim=spec.kv_lora_rank, rope_dim=spec.qk_rope_head_dim)
+    packed = held if spec.kv_dtype == "fp8_e4m3" else None
+    return tpu_rows.LatentRow(k_dim=spec.latent_dims, v_dim=spec.kv_lora_rank, packed=packed)
 
 
 def _check_pool(num_layers: int, num_pages: int, page_size: int) -> None:

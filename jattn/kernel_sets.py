@@ -14,6 +14,7 @@ import jax.experimental.pallas.tpu as pltpu
 import pallas_kernels.attention.mosaic_gpu_sm90_forms as attention_sm90
 import pallas_kernels.attention.tpu as attention_tpu
 import pallas_kernels.attention.tpu_ragged as attention_tpu_ragged
+import pallas_kernels.attention.tpu_write as attention_tpu_write
 import pallas_kernels.attention.xla as attention_xla
 import pallas_kernels.kv_write.mosaic_gpu_sm90 as kv_write_sm90
 import pallas_kernels.kv_write.tpu as kv_write_tpu
@@ -37,6 +38,8 @@ class KernelRow:
     ragged: Callable | None = None  # "attend" only: the same over packed keys
     ragged_interpreted: Callable | None = None
     interpreted: Callable | None = None  # stands in on a CPU, where a Pallas kernel for another device cannot run
+    writes: Callable | None = None  # "attend", "attend_latent": the same once the step's own rows are written
+    writes_interpreted: Callable | None = None
     layout: str = "token_major"  # "attend", "attend_latent": how the cache must lie, as the caches' `create` names it
     takes_device: bool = False  # whether sizes depend on the generation, so that it takes `device=` by platform name
 
@@ -87,6 +90,8 @@ KERNELS: tuple[KernelRow, ...] = (
         ragged=attention_tpu_ragged.ragged_attention,
         ragged_interpreted=functools.partial(attention_tpu_ragged.ragged_attention, interpret=pltpu.InterpretParams()),
         interpreted=functools.partial(attention_tpu.paged_attention, interpret=pltpu.InterpretParams()),
+        writes=attention_tpu_write.write_attend,
+        writes_interpreted=functools.partial(attention_tpu_write.write_attend, interpret=pltpu.InterpretParams()),
         layout="rows",
         takes_device=True,
     ),
@@ -101,14 +106,16 @@ KERNELS: tuple[KernelRow, ...] = (
     KernelRow(
         set="tpu",
         op="attend_latent",
-        provides=_ALL_MLA - {Feature.FP8_KV},
+        provides=_ALL_MLA,
         function=mla_tpu.attend_latent,
         interpreted=functools.partial(mla_tpu.attend_latent, interpret=pltpu.InterpretParams()),
+        writes=mla_tpu.write_attend_latent,
+        writes_interpreted=functools.partial(mla_tpu.write_attend_latent, interpret=pltpu.InterpretParams()),
         layout="latent_rope_lanes",
         takes_device=True,
     ),
-    KernelRow(set="tpu", op="write_latent", provides=_ALL_MLA - {Feature.FP8_KV}, function=mla_tpu.write_latent),
-    KernelRow(set="tpu", op="gather_latent", provides=_ALL_MLA - {Feature.FP8_KV}, function=mla_tpu.gather_latent),
+    KernelRow(set="tpu", op="write_latent", provides=_ALL_MLA, function=mla_tpu.write_latent),
+    KernelRow(set="tpu", op="gather_latent", provides=_ALL_MLA, function=mla_tpu.gather_latent),
     KernelRow(
         set="xla",
         op="attend",

@@ -40,7 +40,7 @@ class Plan:
     seq_lens: jax.Array  # i32[seqs], tokens cached once this step is written; 0 marks a padding row
     cu_q_lens: jax.Array  # i32[seqs + 1], row offsets into packed queries, first entry 0
     page_table: jax.Array  # i32[seqs, max_pages]; entries past cdiv(seq_len, page_size) are never read
-    write_slots: jax.Array  # i32[tokens], page * page_size + offset; -1 writes nothing
+    write_slots: jax.Array  # i32[tokens], page * page_size + offset, by the table; -1 writes nothing
     tree: Tree | None = None
     mode: ForwardMode = dataclasses.field(metadata=dict(static=True))
     max_q_len: int = dataclasses.field(metadata=dict(static=True))  # bound on the rows of a request

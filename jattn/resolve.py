@@ -49,6 +49,11 @@ class Choice:
             raise NoBackendError(f"{row.name} attends to paged keys only; resolve with prefer=('xla',)")
         return self._ready(row, row.ragged, row.ragged_interpreted)
 
+    def writes(self, op: str) -> Callable | None:
+        """The code of "attend" or "attend_latent" that writes a step's own rows, too; None if that kernel has none."""
+        row = self.row(op)
+        return None if row.writes is None else self._ready(row, row.writes, row.writes_interpreted)
+
     def _ready(self, row: KernelRow, function: Callable, interpreted: Callable | None) -> Callable:
         function = interpreted if self.interpret and interpreted is not None else function
         return functools.partial(function, device=self.platform) if row.takes_device else function

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jattn.attend import attend, check_cache, merge_states, write_kv
+from jattn.attend import attend, check_cache, merge_states, write_attend, write_kv
 from jattn.cache import MLACache, RaggedKV
 from jattn.combinators.latent_chunks import BLOCK, CHUNKED, ONE_SHOT, LatentChunks
 from jattn.dispatch import AttnForwardMethod as M
@@ -74,8 +74,7 @@ def mla_attend(
     inputs = _Inputs(q_nope, q_rope, latent, k_rope, plan, layer, spec, choice, w_kc, w_vc, chunks)
     check_cache(cache, plan, spec)
     _check(inputs, method)
-    cache = write_kv(latent, k_rope, cache, plan, layer=layer, choice=choice)
-    return FORMS[method](inputs, cache), cache
+    return FORMS[method](inputs, cache)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,11 +97,21 @@ class _Inputs:
         return jnp.concatenate([self.q_nope, self.q_rope.astype(self.q_nope.dtype)], axis=-1)
 
 
-def _absorbed(x: _Inputs, cache: MLACache) -> jax.Array:
+def _written(form: Callable[[_Inputs, MLACache], jax.Array]) -> Callable[[_Inputs, MLACache], tuple]:
+    # a form that finds the step's latents in the cache
+    def run(x: _Inputs, cache: MLACache) -> tuple[jax.Array, MLACache]:
+        cache = write_kv(x.latent, x.k_rope, cache, x.plan, layer=x.layer, choice=x.choice)
+        return form(x, cache), cache
+
+    return run
+
+
+def _absorbed(x: _Inputs, cache: MLACache) -> tuple[jax.Array, MLACache]:
     q_latent = _einsum("thn,hnr->thr", x.q_nope, x.w_kc)
     q = jnp.concatenate([q_latent, x.q_rope], axis=-1)
-    out, _ = attend(q, cache, x.plan, layer=x.layer, spec=x.spec, choice=x.choice)
-    return _einsum("thr,hrv->thv", out, x.w_vc)
+    latent, key = x.latent, x.k_rope
+    out, _, cache = write_attend(q, latent, key, cache, x.plan, layer=x.layer, spec=x.spec, choice=x.choice)
+    return _einsum("thr,hrv->thv", out, x.w_vc), cache
 
 
 def _one_shot(x: _Inputs, cache: MLACache) -> jax.Array:
@@ -216,19 +225,20 @@ def _check(x: _Inputs, method: M) -> None:
         )
 
 
-FORMS: dict[M, Callable[[_Inputs, MLACache], jax.Array]] = {
-    M.MHA: _chunked,
+_CHUNKED, _ONE_SHOT = _written(_chunked), _written(_one_shot)
+FORMS: dict[M, Callable[[_Inputs, MLACache], tuple[jax.Array, MLACache]]] = {
+    M.MHA: _CHUNKED,
     M.MLA: _absorbed,
-    M.MHA_CHUNKED_KV: _chunked,
-    M.MHA_ONE_SHOT: _one_shot,
+    M.MHA_CHUNKED_KV: _CHUNKED,
+    M.MHA_ONE_SHOT: _ONE_SHOT,
     # What the original fuses by hand is one program under jit here, whatever its name.
     M.MLA_FUSED_ROPE_ROCM: _absorbed,
     M.MLA_FUSED_ROPE_CPU: _absorbed,
-    M.MHA_ROCM: _chunked,
-    M.MHA_ONE_SHOT_ROCM: _one_shot,
-    M.MHA_CHUNKED_KV_ROCM: _chunked,
+    M.MHA_ROCM: _CHUNKED,
+    M.MHA_ONE_SHOT_ROCM: _ONE_SHOT,
+    M.MHA_CHUNKED_KV_ROCM: _CHUNKED,
     M.MLA_ROCM: _absorbed,
-    M.MHA_NPU: _chunked,
+    M.MHA_NPU: _CHUNKED,
     M.MLA_NPU: _absorbed,
 }
 

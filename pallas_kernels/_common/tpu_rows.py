@@ -4,12 +4,15 @@ XLA tiles the last two dims of an array by (8, 128), or (4, 128) and (2, 128) fo
 an operand as it lies only if its tiles are those; `[page_size, kv_heads, head_dim]` with few or narrow heads is padded
 or transposed, and then copied whole before the kernel. Rows of lanes are never padded by more than their last 127
 lanes. What XLA would lay out otherwise (pages of 1, 3, 5 ... rows) is held as 32-bit words, a token a tile row.
+A scale a token and head lies in the row, too, as bytes of an 8-bit pool: one copy a page brings all.
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels._common import latent_rows
 
 LANES = 128
 
@@ -19,23 +22,67 @@ def round_up(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
+def plane_of(n: int, bytes_each: int) -> int:
+    """Lanes from one byte of `n` numbers to the next: as many bytes as go into 128 lanes lie side by side there."""
+    return LANES // bytes_each if n * bytes_each <= LANES else round_up(n, LANES)
+
+
+def to_planes(numbers: jax.Array) -> jax.Array:
+    """Numbers [..., n] as bytes int8[..., bytes_each * plane], all first bytes first."""
+    size = numbers.dtype.itemsize
+    parts = jnp.swapaxes(jax.lax.bitcast_convert_type(numbers, jnp.int8), -1, -2)  # [..., bytes_each, n]
+    parts = jnp.pad(parts, [(0, 0)] * (parts.ndim - 1) + [(0, plane_of(numbers.shape[-1], size) - numbers.shape[-1])])
+    return parts.reshape(*parts.shape[:-2], -1)
+
+
+def from_planes(planes: jax.Array, n: int, dtype) -> jax.Array:
+    """The inverse of `to_planes`."""
+    size = jnp.dtype(dtype).itemsize
+    parts = planes.reshape(*planes.shape[:-1], size, -1)[..., :n]
+    return jax.lax.bitcast_convert_type(jnp.swapaxes(parts, -1, -2), dtype)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The lanes of a token: K of head 0, K of head 1, ..., V of head 0, ..., zeros up to `lanes`."""
+    """The lanes of a token: K of head 0, K of head 1, ..., V of head 0, ..., zeros up to `lanes`.
+
+    With `scales`, bytes: behind those the first byte of the f32 scale of K of each head, then of V, from the next
+    multiple of 128 on; their second bytes `plane` lanes further, and so on.
+    """
 
     kv_heads: int
     k_dim: int
     v_dim: int
+    scales: bool = False
 
     @property
     def used(self) -> int:
-        """Lanes that hold something."""
+        """Lanes of keys and values."""
         return self.kv_heads * (self.k_dim + self.v_dim)
+
+    @property
+    def scales_at(self) -> int:
+        """First lane behind keys and values."""
+        return round_up(self.used, LANES)
+
+    @property
+    def plane(self) -> int:
+        """Lanes from one byte of the scales to the next; 0 without scales."""
+        return plane_of(2 * self.kv_heads, 4) if self.scales else 0
 
     @property
     def lanes(self) -> int:
         """Lanes in all, a multiple of 128."""
-        return round_up(self.used, LANES)
+        return self.scales_at + 4 * self.plane
+
+    @property
+    def held_lanes(self) -> int:
+        """Lanes of a token in a page."""
+        return self.lanes
+
+    def held_dtype(self, kind) -> jnp.dtype:
+        """Dtype of a page of rows, where keys and values are of `kind`: bytes where a row has other numbers, too."""
+        return jnp.dtype(jnp.int8 if self.scales else kind)
 
     def window(self, side: str, head: int, heads: int) -> tuple[int, int]:
         """First lane and lanes of the aligned window of `heads` heads from `head` on; side "k" or "v".
@@ -54,14 +101,83 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LatentBytes:
+    """A latent row in 8 bits: e4m3 bits of the latent, bytes of the bfloat16 key, bytes of an f32 scale for each 128
+    latents, each from a multiple of 128 lanes on and in planes (`to_planes`)."""
+
+    latent_dim: int
+    rope_dim: int
+
+    @property
+    def groups(self) -> int:
+        """Scales of a token."""
+        return -(-self.latent_dim // LANES)
+
+    @property
+    def rope_at(self) -> int:
+        """First lane of the key."""
+        return round_up(self.latent_dim, LANES)
+
+    @property
+    def rope_plane(self) -> int:
+        """Lanes from the key's first bytes to its second."""
+        return plane_of(self.rope_dim, 2)
+
+    @property
+    def scales_at(self) -> int:
+        """First lane of the scales."""
+        return self.rope_at + 2 * self.rope_plane
+
+    @property
+    def lanes(self) -> int:
+        """Lanes in all, a multiple of 128."""
+        return self.scales_at + 4 * plane_of(self.groups, 4)
+
+    def pack(self, latent: jax.Array, k_rope: jax.Array) -> jax.Array:
+        """int8[tokens, lanes] of latents [tokens, latent_dim] and keys, quantised as `latent_rows.pack` does."""
+        return self.from_bits(latent_rows.pack(latent, k_rope, jnp.uint8))
+
+    def from_bits(self, bits: jax.Array) -> jax.Array:
+        """int8[..., lanes] of rows as `latent_rows` has them, uint8[..., bytes]."""
+        values, scales, key = jnp.split(bits, (self.latent_dim, self.latent_dim + 4 * self.groups), axis=-1)
+        values = jnp.pad(values, [(0, 0)] * (bits.ndim - 1) + [(0, self.rope_at - self.latent_dim)])
+        key, scales = (x.reshape(*bits.shape[:-1], -1, n) for x, n in ((key, 2), (scales, 4)))
+        key = jax.lax.bitcast_convert_type(key, jnp.bfloat16)
+        scales = jax.lax.bitcast_convert_type(scales, jnp.float32)
+        values = jax.lax.bitcast_convert_type(values, jnp.int8)
+        return jnp.concatenate([values, to_planes(key), to_planes(scales)], axis=-1)
+
+    def unpack(self, rows: jax.Array, dtype) -> jax.Array:
+        """[..., latent_dim + rope_dim] of rows int8[..., lanes], as `latent_rows.unpack` does."""
+        values, key, scales = jnp.split(rows, (self.rope_at, self.scales_at), axis=-1)
+        key = from_planes(key, self.rope_dim, jnp.bfloat16)
+        scales = from_planes(scales, self.groups, jnp.float32)
+        parts = [jax.lax.bitcast_convert_type(values[..., : self.latent_dim], jnp.uint8)]
+        for x in (scales, key):
+            parts.append(jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*rows.shape[:-1], -1))
+        return latent_rows.unpack(jnp.concatenate(parts, axis=-1), self.latent_dim, dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LatentRow(Row):
-    """The lanes of a latent row: the latent, then the rotated key; the value is the front of the key."""
+    """The lanes of a latent row: the latent, then the rotated key; the value is the front of the key.
+
+    With `packed` a page holds them in 8 bits, and the key begins at the next multiple of 128 lanes.
+    """
 
     kv_heads: int = 1
+    packed: LatentBytes | None = None
 
     @property
     def used(self) -> int:
         return self.k_dim
+
+    @property
+    def held_lanes(self) -> int:
+        return self.packed.lanes if self.packed else self.lanes
+
+    def held_dtype(self, kind) -> jnp.dtype:
+        return jnp.dtype(jnp.int8 if self.packed else kind)
 
     def window(self, side: str, head: int, heads: int) -> tuple[int, int]:
         return 0, round_up(self.k_dim if side == "k" else self.v_dim, LANES)
@@ -70,16 +186,22 @@ class LatentRow(Row):
         return 0
 
 
-def pack(k: jax.Array, v: jax.Array) -> jax.Array:
+def pack(k: jax.Array, v: jax.Array, k_scale: jax.Array | None = None, v_scale: jax.Array | None = None) -> jax.Array:
     """[..., kv_heads, k_dim] and [..., kv_heads, v_dim] as rows [..., lanes].
+
+    Args: k_scale, v_scale: f32[..., kv_heads]; with them k and v are 8-bit, and rows are of their bits, in int8.
 
     >>> pack(jnp.ones((3, 2, 64)), jnp.ones((3, 2, 64))).shape
     (3, 256)
     """
-    row = Row(kv_heads=k.shape[-2], k_dim=k.shape[-1], v_dim=v.shape[-1])
+    row = Row(kv_heads=k.shape[-2], k_dim=k.shape[-1], v_dim=v.shape[-1], scales=k_scale is not None)
     parts = [x.reshape(*x.shape[:-2], -1) for x in (k, v)]
-    if row.lanes > row.used:
-        parts.append(jnp.zeros((*k.shape[:-2], row.lanes - row.used), k.dtype))
+    if k_scale is not None and v_scale is not None:
+        parts = [jax.lax.bitcast_convert_type(x, jnp.int8) for x in parts]
+    if row.scales_at > row.used:
+        parts.append(jnp.zeros((*k.shape[:-2], row.scales_at - row.used), parts[0].dtype))
+    if k_scale is not None and v_scale is not None:
+        parts.append(to_planes(jnp.concatenate([k_scale, v_scale], axis=-1).astype(jnp.float32)))
     return jnp.concatenate(parts, axis=-1)
 
 
@@ -90,7 +212,7 @@ def held_as_words(page_size: int) -> bool:
 
 def word_shape(row: Row, dtype) -> tuple[int, int, int]:
     """Shape of a token in 32-bit words: tiles of one row, so that no token shares a tile with another."""
-    return -(-row.lanes * jnp.dtype(dtype).itemsize // (4 * LANES)), 1, LANES
+    return -(-row.held_lanes * row.held_dtype(dtype).itemsize // (4 * LANES)), 1, LANES
 
 
 def to_words(rows: jax.Array) -> jax.Array:
@@ -112,7 +234,7 @@ def from_words(words: jax.Array, dtype, lanes: int) -> jax.Array:
 
 
 def unpack(rows: jax.Array, row: Row) -> tuple[jax.Array, jax.Array]:
-    """The inverse of `pack`."""
+    """Keys and values of `pack`, without scales."""
     middle = row.kv_heads * row.k_dim
     k, v = rows[..., :middle], rows[..., middle : row.used]
     return k.reshape(*k.shape[:-1], row.kv_heads, row.k_dim), v.reshape(*v.shape[:-1], row.kv_heads, row.v_dim)

@@ -11,24 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.attention.tpu_kernel import (
-    FIELDS,
-    Item,
-    Refs,
-    Static,
-    clear,
-    finish,
-    fold,
-    is_whole,
-    item_copies,
-    next_block,
-    out_copies,
-    raw_scores,
-    start_block,
-    table_copy,
-    visible,
-    wait_block,
-)
+from pallas_kernels.attention import tpu_fresh
+from pallas_kernels.attention.tpu_copies import item_copies, out_copies, start_block, table_copy, wait_block
+from pallas_kernels.attention.tpu_kernel import next_block
+from pallas_kernels.attention.tpu_products import finish, fold, is_whole, raw_scores, visible
+from pallas_kernels.attention.tpu_records import FIELDS, Item, Refs, Static
+from pallas_kernels.attention.tpu_unpack import clear
 
 DEPTH = 3  # blocks and queries held: one attended, one scored, one on its way
 
@@ -42,6 +30,9 @@ def program(static: Static, refs: Refs) -> None:
         at = (core + k * cores) * len(FIELDS)
         return Item(*(refs.items[at + f] for f in range(len(FIELDS))))
 
+    if static.writes:
+        tpu_fresh.begin(refs)
+
     @pl.when(mine > 0)
     def _():
         _begin(static, refs, item_of, mine)
@@ -51,6 +42,9 @@ def program(static: Static, refs: Refs) -> None:
             @pl.when(mine >= back)
             def _(back=back):
                 out_copies(static, refs, core + (mine - back) * cores, lax.rem(mine - back, 2), "wait")
+
+        if static.writes:
+            tpu_fresh.end(static, refs)
 
 
 def _begin(static: Static, refs: Refs, item_of, mine) -> None:
@@ -82,6 +76,8 @@ def _begin(static: Static, refs: Refs, item_of, mine) -> None:
 
     item_copies(static, refs, core, 0, "wait")
     wait_block(static, refs, first, first.begin, 0)
+    if static.writes:
+        tpu_fresh.put(static, refs, first, first.begin, 0, 0, 0)
     refs.raw[...] = raw_scores(static, refs, 0, 0, 0, _part(static, 0))
 
 
@@ -121,6 +117,8 @@ def _attend_item(static: Static, refs: Refs, item_of, mine, k, step):
         @pl.when(k1 < mine)
         def _():
             wait_block(static, refs, following, j1, slots[1])
+            if static.writes:
+                tpu_fresh.put(static, refs, following, j1, slots[1], lax.rem(k1, DEPTH), lax.rem(k1, 2))
 
         whole = is_whole(static, item, j)
 

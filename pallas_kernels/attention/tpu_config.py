@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from pallas_kernels._common.tpu_rows import LANES, Row, round_up
+from pallas_kernels._common.tpu_rows import LANES, LatentRow, Row, round_up
 
 _BLOCK_BYTES = 2 << 20  # of a decode block: a step's fixed 200 bundles are then a fifth of what its copy takes on a v7x
 _ROWS = 1024  # of a prefill product: keys are pushed into the matrix unit once for all of them
@@ -35,10 +35,21 @@ class Facts:
     group: int  # query heads a KV head
     max_q_len: int
     page_size: int
-    kv_bytes: int  # of an element of the pool
+    kv_bytes: int  # of an entry of a page
     q_bytes: int
     tree_words: int = 0  # of tree bits a query
     held_as_words: bool = False  # whether a block is unpacked from words
+    writes: bool = False  # whether the call's own keys are put into the pages, too
+
+    @property
+    def packed(self) -> bool:
+        """Whether a block is unpacked from 8 bits."""
+        return isinstance(self.row, LatentRow) and self.row.packed is not None
+
+    @property
+    def unpacked(self) -> bool:
+        """Whether a block must be made into rows before products can read it."""
+        return self.held_as_words or self.packed or self.row.scales
 
 
 def rows_of(config: Config, facts: Facts) -> int:
@@ -57,7 +68,15 @@ def vmem_bytes(config: Config, facts: Facts) -> int:
     tiles = row.kv_heads // config.heads
     wide_k, wide_v = (row.window(side, 0, config.heads)[1] for side in "kv")
     depth = 3 if config.parts > 1 else 2
-    kv = (depth + facts.held_as_words) * keys * row.lanes * facts.kv_bytes
+    kv = (depth + facts.held_as_words) * keys * row.held_lanes * facts.kv_bytes
+    if facts.packed:
+        kv += keys * row.lanes * facts.q_bytes
+    if row.scales:
+        kv += keys * (row.kv_heads + 8) * 8 + keys * (row.lanes - row.scales_at) * 2
+    if facts.writes:
+        step = 32 // facts.kv_bytes
+        groups = config.block_q // step + 2 * (config.block_q // max(config.block_pages * facts.page_size, 1) + 2)
+        kv += depth * round_up(config.block_q, 8) * row.held_lanes * 4 + 2 * groups * step * row.held_lanes * 4
     q = depth * tiles * rows * wide_k * facts.q_bytes
     out = 2 * tiles * rows * (wide_v * facts.q_bytes + LANES * 4)
     carry = tiles * rows * (2 * LANES + wide_v) * 4
@@ -123,7 +142,7 @@ def _stack(facts: Facts, block_q: int) -> int:
 def _decode(facts: Facts, block_q: int) -> Config:
     heads = _stack(facts, block_q) if block_q == 1 or facts.row.k_dim < 128 else min(2, facts.row.kv_heads)
     heads = heads if facts.row.kv_heads % heads == 0 else 1
-    keys = max(_BLOCK_BYTES // (facts.row.lanes * facts.kv_bytes), LANES)
+    keys = max(_BLOCK_BYTES // (facts.row.held_lanes * facts.kv_bytes), LANES)
     return Config(block_q=block_q, block_pages=_pages(keys, facts.page_size), heads=heads)
 
 

@@ -31,7 +31,7 @@ def ragged_attention(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     **more: Any,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Attention of packed queries over keys packed request after request; see `pallas_kernels.attention.xla`.
 
     Args: as there; k_scale, v_scale: None or f32 scalars. more: the rest of there, and config, device and interpret of

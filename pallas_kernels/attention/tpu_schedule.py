@@ -63,10 +63,10 @@ def make(
 
 
 def fields(items: Items, tree: Tree | None) -> jax.Array:
-    """i32[items * fields] as `tpu_kernel.FIELDS` names them."""
+    """i32[items * fields] as `tpu_records.FIELDS` names them."""
     tile = items.runs.tile
     start = jnp.zeros_like(tile.seq) if tree is None else ints.pick(tree.starts, tile.seq)
-    columns = (tile.seq, tile.rows, tile.first, tile.low, tile.high, items.runs.begin, items.runs.end, start)
+    columns = (tile.seq, tile.rows, tile.first, tile.low, tile.high, items.runs.begin, items.runs.end, start, tile.row)
     return jnp.stack(columns, axis=1).astype(jnp.int32).reshape(-1)
 
 

@@ -55,7 +55,7 @@ def lowered(kind: str, name: str) -> str:
     kernel_set, op = name.split("/")
     platform = next(p for p, row in LOWERED if row == name and PLATFORMS[p].kind == kind)
     if op in LATENT_OPS:
-        return lower(*latent_call(op, jattn.resolve(LATENT, "native", platform)), kind)
+        return lower(*latent_call(op, jattn.resolve(LATENT, "native", platform, prefer=(kernel_set,))), kind)
     choice = jattn.resolve(SPEC, "native", platform, prefer=(kernel_set,))
     assert choice.row(op).name == name
     q, k, v, cache, plan, sinks = arguments(SPEC)

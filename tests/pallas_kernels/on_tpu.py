@@ -13,12 +13,13 @@ before it is written, and a race fails the test.
 import dataclasses
 import os
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import jattn.kernel_sets
-from pallas_kernels._common import float8, tpu_rows
+from pallas_kernels._common import float8, latent_rows, tpu_rows
 from pallas_kernels.attention import tpu as attention
 from pallas_kernels.attention import xla as attention_xla
 from pallas_kernels.kv_write import tpu as kv_write
@@ -39,11 +40,18 @@ def paged_attention(q, k_pages, v_pages, *, kv_dtype=None, **more):
     SERVED["attend"].append(fits)
     if not fits:
         return attention_xla.paged_attention(q, k_pages, v_pages, kv_dtype=kv_dtype, **more)
-    rows = tpu_rows.pack(*(float8.to_stored(x, kind) for x in (k_pages, v_pages)))
+    scales = [more.pop(name) for name in ("k_scale", "v_scale") if _a_token(more.get(name))]
+    rows = tpu_rows.pack(*(float8.to_stored(x, kind) for x in (k_pages, v_pages)), *scales)
     heads, v_dim = k_pages.shape[2], v_pages.shape[3]
+    if scales:
+        more |= dict(token_scales=True, kv_dtype=kind)
     if tpu_rows.held_as_words(k_pages.shape[1]):
         rows, more["kv_dtype"] = tpu_rows.to_words(rows), kind
     return attention.paged_attention(q, rows, None, kv_heads=heads, v_dim=v_dim, interpret=INTERPRET, **more)
+
+
+def _a_token(scale) -> bool:
+    return scale is not None and scale.ndim == 3
 
 
 def write_kv(k_pages, v_pages, k, v, slots, *, kv_dtype=None, **more):
@@ -53,22 +61,30 @@ def write_kv(k_pages, v_pages, k, v, slots, *, kv_dtype=None, **more):
     SERVED["write_kv"].append(fits)
     if not fits:
         return kv_write_xla.write_kv(k_pages, v_pages, k, v, slots, kv_dtype=kv_dtype, **more)
-    row = tpu_rows.Row(kv_heads=k.shape[1], k_dim=k.shape[2], v_dim=v.shape[2])
-    rows = tpu_rows.pack(*(float8.to_stored(x, kind) for x in (k_pages, v_pages)))
-    if tpu_rows.held_as_words(k_pages.shape[1]):
-        words, _, *scales = kv_write.write_kv(tpu_rows.to_words(rows), None, k, v, slots, kv_dtype=kind, **more)
-        rows = tpu_rows.from_words(words, kind, row.lanes)
-    else:
-        rows, _, *scales = kv_write.write_kv(rows, None, k, v, slots, **more)
-    return *(float8.to_stored(x, k_pages.dtype) for x in tpu_rows.unpack(rows, row)), *scales
+    scales = [more.pop(name) for name in ("k_scales", "v_scales") if name in more]
+    row = tpu_rows.Row(kv_heads=k.shape[1], k_dim=k.shape[2], v_dim=v.shape[2], scales=bool(scales))
+    rows = tpu_rows.pack(*(float8.to_stored(x, kind) for x in (k_pages, v_pages)), *scales)
+    words = tpu_rows.held_as_words(k_pages.shape[1])
+    more |= dict(token_scales=bool(scales), kv_dtype=kind)
+    rows, _ = kv_write.write_kv(tpu_rows.to_words(rows) if words else rows, None, k, v, slots, **more)
+    rows = tpu_rows.from_words(rows, row.held_dtype(kind), row.lanes) if words else rows
+    if scales:
+        held = tpu_rows.from_planes(rows[..., row.scales_at :], 2 * row.kv_heads, jnp.float32)
+        scales = jnp.split(held, 2, axis=-1)
+    sides = (jax.lax.bitcast_convert_type(x, kind) if scales else x for x in tpu_rows.unpack(rows, row))
+    return *(float8.to_stored(x, k_pages.dtype) for x in sides), *scales
 
 
 def attend_latent(q, pages, **more):
     """As `pallas_kernels.mla.xla.attend_latent`."""
-    fits = q.dtype in _QUERIES and pages.dtype in _QUERIES and pages.shape[0] > 0
+    fits = q.dtype in _QUERIES and pages.dtype in (*_QUERIES, jnp.uint8) and pages.shape[0] > 0
     SERVED["attend_latent"].append(fits)
     if not fits:
         return mla_xla.attend_latent(q, pages, **more)
+    if pages.dtype == jnp.uint8:
+        latent_dim = more["latent_dim"]
+        held = tpu_rows.LatentBytes(latent_dim=latent_dim, rope_dim=latent_rows.width(pages, latent_dim) - latent_dim)
+        return mla.attend_latent(q, held.from_bits(pages), interpret=INTERPRET, **more)
     spare = jnp.zeros((*pages.shape[:2], -pages.shape[2] % tpu_rows.LANES), pages.dtype)
     return mla.attend_latent(q, jnp.concatenate([pages, spare], axis=-1), interpret=INTERPRET, **more)
 

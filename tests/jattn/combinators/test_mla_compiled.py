@@ -146,7 +146,7 @@ REFUSED = [
     ),
     (
         dict(choice=jattn.resolve(AttnSpec(num_q_heads=4, num_kv_heads=4, head_dim=8), "native", "cpu")),
-        "this choice serves attend, write_kv, merge_states, not write_latent: resolve the spec of the layer",
+        "this choice serves attend, write_kv, merge_states, not attend_latent: resolve the spec of the layer",
     ),
 ]
 

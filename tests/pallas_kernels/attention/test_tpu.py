@@ -2,22 +2,12 @@
 # Settings are passed on as mappings, which the checker cannot follow.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalSubscript=false
 
-import functools
-
-import drawn
-import earned
 import hypothesis
 import hypothesis.strategies as st
-import jax
-import jax.numpy as jnp
 import pytest
 from drawn import Setup
-from watched import CHECKED, assert_no_race
+from tpu_pages import check, check_written
 
-import jattn
-from jattn.attend import _tree_args
-from pallas_kernels._common import tpu_rows
-from pallas_kernels.attention import tpu
 from pallas_kernels.attention.tpu_config import Config
 
 _SHORT, _LONG = Config(block_q=1, block_pages=2, heads=2), Config(block_q=8, block_pages=2, unroll_heads=False)
@@ -55,55 +45,6 @@ MORE = (
 )  # fmt: skip
 
 
-@functools.cache
-def attend(setup: Setup, config):
-    """The kernel behind a plan made in jit."""
-    spec = setup.spec
-
-    @jax.jit
-    def run(q, seq_lens, q_lens, page_table, tree, sinks, cache):
-        sizes = dict(page_size=setup.page_size, num_tokens=setup.num_tokens, max_q_len=setup.max_q_len)
-        if tree is not None:
-            tree = jattn.Tree(**tree) if setup.max_nodes is not None else tree["bits"]
-        plan = jattn.make_plan(setup.mode, seq_lens, q_lens, page_table, tree=tree, **sizes)
-        pool = tpu_rows.pack(cache.k, cache.v)
-        one_scale = cache.k_scale is not None and not cache.token_scales
-        return tpu.paged_attention(
-            q,
-            tpu_rows.to_words(pool) if tpu_rows.held_as_words(setup.page_size) else pool,
-            k_scale=cache.k_scale[drawn.LAYER] if one_scale else cache.k_scale,
-            v_scale=cache.v_scale[drawn.LAYER] if one_scale else cache.v_scale,
-            kv_dtype=cache.dtype,
-            mask=setup.mask,
-            page_table=plan.page_table,
-            page_offset=drawn.LAYER * cache.num_pages,
-            seq_lens=plan.seq_lens,
-            cu_q_lens=plan.cu_q_lens,
-            max_q_len=plan.max_q_len,
-            sm_scale=spec.sm_scale,
-            logit_soft_cap=spec.logit_soft_cap,
-            sliding_window=spec.sliding_window,
-            sinks=sinks,
-            kv_heads=spec.num_kv_heads,
-            v_dim=spec.v_head_dim,
-            config=config,
-            interpret=CHECKED,
-            **_tree_args(plan),
-        )
-
-    return run
-
-
-def check(setup, config, data):
-    ins = drawn.build(setup, data.draw(drawn.batches(setup)))
-    tree = None if ins.tree is None else {name: jnp.asarray(x) for name, x in ins.tree.items()}
-    sinks = None if ins.sinks is None else jnp.asarray(ins.sinks)
-    given = tuple(jnp.asarray(x) for x in (ins.q, ins.seq_lens, ins.q_lens, ins.page_table))
-    out, lse = attend(setup, config)(*given, tree, sinks, drawn.cache(setup, ins))
-    earned.compare(setup, ins, out, lse)
-    assert_no_race()
-
-
 @pytest.mark.parametrize(("setup", "config"), SETUPS, ids=str)
 @hypothesis.settings(max_examples=2, phases=[hypothesis.Phase.generate])
 @hypothesis.given(data=st.data())
@@ -117,3 +58,44 @@ def test_the_kernel_is_as_right_as_plain_jax(setup, config, data):
 @hypothesis.given(data=st.data())
 def test_every_feature_beside_others(setup, config, data):
     check(setup, config, data)
+
+
+WRITTEN = (
+    (Setup(name="decode", head_dim=64, dtype="bfloat16", page_size=16, **_DECODE), Config(block_pages=2, heads=2)),
+)
+WRITTEN_WIDE = (
+    (Setup(name="verify, page 8, two classes", group=3, head_dim=20, dtype="bfloat16", page_size=8, max_q_len=6,
+           num_tokens=20), (_SHORT, _LONG)),
+    (Setup(name="verify, blocks of 8 keys", head_dim=64, page_size=8, max_q_len=30),
+     Config(block_q=32, block_pages=1, heads=2)),
+    (Setup(name="tree, page 3", group=3, head_dim=64, dtype="bfloat16", page_size=3, **_EVERYTHING, **_VERIFY),
+     _STACKED),
+    (Setup(name="decode, window of 3, page 24", head_dim=80, dtype="bfloat16", page_size=24, sliding_window=3,
+           **_DECODE), Config(block_pages=1, heads=2)),
+    (Setup(name="verify, fp8, one scale", head_dim=64, kv_dtype="fp8_e4m3", dtype="bfloat16", page_size=16,
+           layout="token_major", max_q_len=6, num_tokens=20), _STACKED),
+    (Setup(name="verify, int8, token scales", head_dim=64, kv_dtype="int8", kv_scales="token", dtype="bfloat16",
+           page_size=8, max_q_len=6, num_tokens=20), _STACKED),
+    (Setup(name="verify, e5m2, token scales, page 5", head_dim=64, kv_dtype="fp8_e5m2", kv_scales="token",
+           layout="token_major", dtype="bfloat16", page_size=5, max_q_len=6, num_tokens=20), _STACKED),
+    (Setup(name="verify, scores ahead", group=3, head_dim=20, dtype="bfloat16", page_size=16, max_q_len=8,
+           num_tokens=20), _AHEAD),
+    (Setup(name="verify, two cores", head_dim=64, dtype="bfloat16", page_size=16, max_q_len=6, num_tokens=20),
+     Config(block_q=8, block_pages=2, heads=2, cores=2)),
+    (Setup(name="mixed, written first", head_dim=64, dtype="bfloat16", page_size=16), (_SHORT, _LONG)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("setup", "config"), WRITTEN, ids=str)
+@hypothesis.settings(max_examples=2, phases=[hypothesis.Phase.generate])
+@hypothesis.given(data=st.data())
+def test_the_kernel_writes_the_keys_of_its_step(setup, config, data):
+    check_written(setup, config, data)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("setup", "config"), WRITTEN_WIDE, ids=str)
+@hypothesis.settings(max_examples=4, phases=[hypothesis.Phase.generate])
+@hypothesis.given(data=st.data())
+def test_the_kernel_writes_the_keys_of_its_step_widely(setup, config, data):
+    check_written(setup, config, data)

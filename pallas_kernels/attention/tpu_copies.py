@@ -1,0 +1,97 @@
+"""Copies of the TPU attention: page ids, queries, results, and the pages of a block."""
+# Settings are passed on as mappings, which the checker cannot follow.
+# pyright: reportArgumentType=false
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.attention.tpu_records import FIELDS, Item, Refs, Static
+
+
+def table_copy(static: Static, refs: Refs, seq, j, slot):
+    """The copy of the page ids of block j of a request, and their neighbours."""
+    at = seq * static.table_chunks + j * static.config.block_pages // static.table_chunk
+    return pltpu.make_async_copy(refs.table.at[at], refs.table_smem.at[slot], refs.table_sem.at[slot])
+
+
+def item_copies(static: Static, refs: Refs, index, place, what: str) -> None:
+    """Start or wait for ("start", "wait") what comes with a work item: queries, tree bits, new rows."""
+    copies = [pltpu.make_async_copy(refs.q.at[index], refs.q_vmem.at[place], refs.q_sem.at[place])]
+    for source, target in ((refs.bits, refs.bits_vmem), (refs.places, refs.places_vmem)):
+        if source is not None:
+            copies.append(pltpu.make_async_copy(source.at[index], target.at[place], refs.bits_sem.at[place]))
+    if refs.fresh is not None:
+        rows = refs.fresh.at[pl.ds(refs.items[index * len(FIELDS) + FIELDS.index("row")], static.config.block_q)]
+        copies.append(pltpu.make_async_copy(rows, refs.fresh_vmem.at[place], refs.bits_sem.at[place]))
+    for copy in copies:
+        getattr(copy, what)()
+
+
+def out_copies(static: Static, refs: Refs, index, place, what: str) -> None:
+    """Start or wait for the copies of an item's results."""
+    for source, target in ((refs.out_vmem, refs.out), (refs.lse_vmem, refs.lse)):
+        getattr(pltpu.make_async_copy(source.at[place], target.at[index], refs.out_sem.at[place]), what)()
+
+
+def _held_pages(static: Static, item: Item, j):
+    # of block j: the first page that is needed, and one past the last
+    pages, size = static.config.block_pages, static.page_size
+    first = jnp.maximum(item.low // size - j * pages, 0)
+    last = jnp.minimum((item.high + size - 1) // size - j * pages, pages)
+    return first, last
+
+
+def _page_copy(static: Static, refs: Refs, i, page, slot):
+    rows = pl.ds(i * static.page_size, static.page_size)
+    if not static.words:
+        rows = pl.ds(pl.multiple_of(i * static.page_size, static.page_size), static.page_size)
+    return pltpu.make_async_copy(refs.pool.at[page], arriving(static, refs).at[slot, rows], refs.kv_sem.at[slot])
+
+
+def arriving(static: Static, refs: Refs):
+    """The memory that pages are copied to."""
+    return refs.kv_words if static.words else refs.kv_bytes if static.latent else refs.kv
+
+
+def start_block(static: Static, refs: Refs, item: Item, j, slot, table) -> None:
+    """Start copies of the pages of block j to a slot; their ids lie at `table`."""
+    pages = static.config.block_pages
+    base = lax.rem(j * pages, static.table_chunk)
+    first, last = _held_pages(static, item, j)
+
+    def start(i, _):
+        page = refs.table_smem[table, 0, base + i] + refs.counts[1]
+        _page_copy(static, refs, i, page, slot).start()
+        return 0
+
+    whole = (first == 0) & (last == pages)
+
+    @pl.when(whole)
+    def _():
+        lax.fori_loop(0, pages, start, 0, unroll=min(pages, 16))
+
+    @pl.when(jnp.logical_not(whole))
+    def _():
+        lax.fori_loop(first, last, start, 0)
+
+
+def wait_block(static: Static, refs: Refs, item: Item, j, slot) -> None:
+    """Wait for all pages of block j."""
+    first, last = _held_pages(static, item, j)
+
+    def wait(i, _):
+        _page_copy(static, refs, 0, 0, slot).wait()
+        return 0
+
+    whole = (first == 0) & (last == static.config.block_pages)
+
+    @pl.when(whole)
+    def _():
+        held = arriving(static, refs).at[slot, pl.ds(0, static.keys)]
+        pltpu.make_async_copy(held, held, refs.kv_sem.at[slot]).wait()  # the bytes of all pages at once
+
+    @pl.when(jnp.logical_not(whole))
+    def _():
+        lax.fori_loop(first, last, wait, 0)
