@@ -30,15 +30,16 @@ def plane_of(n: int, bytes_each: int) -> int:
 def to_planes(numbers: jax.Array) -> jax.Array:
     """Numbers [..., n] as bytes int8[..., bytes_each * plane], all first bytes first."""
     size = numbers.dtype.itemsize
+    plane = plane_of(numbers.shape[-1], size)
     parts = jnp.swapaxes(jax.lax.bitcast_convert_type(numbers, jnp.int8), -1, -2)  # [..., bytes_each, n]
-    parts = jnp.pad(parts, [(0, 0)] * (parts.ndim - 1) + [(0, plane_of(numbers.shape[-1], size) - numbers.shape[-1])])
-    return parts.reshape(*parts.shape[:-2], -1)
+    parts = jnp.pad(parts, [(0, 0)] * (parts.ndim - 1) + [(0, plane - numbers.shape[-1])])
+    return parts.reshape(*parts.shape[:-2], size * plane)
 
 
 def from_planes(planes: jax.Array, n: int, dtype) -> jax.Array:
     """The inverse of `to_planes`."""
     size = jnp.dtype(dtype).itemsize
-    parts = planes.reshape(*planes.shape[:-1], size, -1)[..., :n]
+    parts = planes.reshape(*planes.shape[:-1], size, planes.shape[-1] // size)[..., :n]
     return jax.lax.bitcast_convert_type(jnp.swapaxes(parts, -1, -2), dtype)
 
 
@@ -141,7 +142,7 @@ class LatentBytes:
         """int8[..., lanes] of rows as `latent_rows` has them, uint8[..., bytes]."""
         values, scales, key = jnp.split(bits, (self.latent_dim, self.latent_dim + 4 * self.groups), axis=-1)
         values = jnp.pad(values, [(0, 0)] * (bits.ndim - 1) + [(0, self.rope_at - self.latent_dim)])
-        key, scales = (x.reshape(*bits.shape[:-1], -1, n) for x, n in ((key, 2), (scales, 4)))
+        key, scales = (x.reshape(*bits.shape[:-1], x.shape[-1] // n, n) for x, n in ((key, 2), (scales, 4)))
         key = jax.lax.bitcast_convert_type(key, jnp.bfloat16)
         scales = jax.lax.bitcast_convert_type(scales, jnp.float32)
         values = jax.lax.bitcast_convert_type(values, jnp.int8)
@@ -154,7 +155,8 @@ class LatentBytes:
         scales = from_planes(scales, self.groups, jnp.float32)
         parts = [jax.lax.bitcast_convert_type(values[..., : self.latent_dim], jnp.uint8)]
         for x in (scales, key):
-            parts.append(jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*rows.shape[:-1], -1))
+            of_bytes = jax.lax.bitcast_convert_type(x, jnp.uint8)  # [..., n, bytes_each]
+            parts.append(of_bytes.reshape(*rows.shape[:-1], of_bytes.shape[-2] * of_bytes.shape[-1]))
         return latent_rows.unpack(jnp.concatenate(parts, axis=-1), self.latent_dim, dtype)
 
 

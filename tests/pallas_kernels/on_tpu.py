@@ -8,7 +8,7 @@ before it is written, and a race fails the test.
 """
 
 # Settings are passed on as mappings, which the checker cannot follow.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalSubscript=false
 
 import dataclasses
 import os

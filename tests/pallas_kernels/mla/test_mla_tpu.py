@@ -3,21 +3,16 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 import dataclasses
-import functools
 
-import drawn
-import earned
 import hypothesis
 import hypothesis.strategies as st
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn import Setup
-from watched import CHECKED, assert_no_race
+from tpu_latents import check
 
 import jattn
-from jattn.attend import _tree_args
 from pallas_kernels.attention.tpu_config import Config
 from pallas_kernels.mla import tpu
 
@@ -46,53 +41,6 @@ WIDE = (
 )  # fmt: skip
 
 
-@functools.cache
-def attend(setup: Setup, config):
-    """The kernel behind a plan made in jit."""
-
-    @jax.jit
-    def run(q, seq_lens, q_lens, page_table, tree, pages):
-        sizes = dict(page_size=setup.page_size, num_tokens=setup.num_tokens, max_q_len=setup.max_q_len)
-        tree = None if tree is None else jattn.Tree(**tree)
-        plan = jattn.make_plan(setup.mode, seq_lens, q_lens, page_table, tree=tree, **sizes)
-        out, lse = tpu.attend_latent(
-            q,
-            pages,
-            latent_dim=setup.v_head_dim,
-            page_table=plan.page_table,
-            page_offset=drawn.LAYER * setup.num_pages,
-            seq_lens=plan.seq_lens,
-            cu_q_lens=plan.cu_q_lens,
-            max_q_len=plan.max_q_len,
-            sm_scale=setup.spec.sm_scale,
-            mask=plan.mask,
-            num_splits=setup.num_splits,
-            config=config,
-            interpret=CHECKED,
-            **_tree_args(plan),
-        )
-        if setup.num_splits > 1:
-            out, lse = jattn.merge_states(out, lse)
-        return out.astype(setup.dtype), lse
-
-    return run
-
-
-def check(setup, config, data):
-    ins = drawn.build(setup, data.draw(drawn.batches(setup)))
-    ins.values = [keys[..., : setup.v_head_dim] for keys in ins.keys]  # the front of the row
-    ins.v_scales = ins.k_scales
-    rows = drawn.cache(setup, ins).k[:, :, 0]
-    lanes = -setup.head_dim % 128
-    spare = jnp.where(jnp.isnan(rows[..., :1]), rows[..., :1], 0)  # rows that were never written are NaN all over
-    pages = jnp.concatenate([rows, jnp.repeat(spare, lanes, axis=-1)], axis=-1)
-    tree = None if ins.tree is None else {name: jnp.asarray(x) for name, x in ins.tree.items()}
-    given = tuple(jnp.asarray(x) for x in (ins.q, ins.seq_lens, ins.q_lens, ins.page_table))
-    out, lse = attend(setup, config)(*given, tree, pages)
-    earned.compare(setup, ins, out, lse)
-    assert_no_race()
-
-
 @pytest.mark.parametrize(("setup", "config"), SETUPS, ids=lambda x: getattr(x, "name", ""))
 @hypothesis.settings(max_examples=1, phases=[hypothesis.Phase.generate])
 @hypothesis.given(data=st.data())
@@ -108,9 +56,10 @@ def test_latent_attention_is_as_right_as_plain_jax_widely(setup, config, data):
     check(setup, config, data)
 
 
-@pytest.mark.parametrize("page_size", [3, 16])
-def test_a_layer_on_tpu_writes_gathers_and_attends_as_plain_jax_does(page_size):
-    spec = jattn.MLASpec(num_q_heads=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
+@pytest.mark.parametrize(("page_size", "kv_dtype"), [(3, None), (16, "fp8_e4m3")])
+def test_a_layer_on_tpu_writes_gathers_and_attends_as_plain_jax_does(page_size, kv_dtype):
+    sizes = dict(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
+    spec = jattn.MLASpec(num_q_heads=4, kv_dtype=kv_dtype, **sizes)
     rng = np.random.default_rng(0)
     latent, key = (jnp.asarray(rng.normal(size=(9, n)), jnp.bfloat16) for n in (16, 4))
     q = jnp.asarray(rng.normal(size=(9, 4, 20)), jnp.bfloat16)
@@ -123,7 +72,7 @@ def test_a_layer_on_tpu_writes_gathers_and_attends_as_plain_jax_does(page_size):
         cache = jattn.MLACache.create(spec, **sizes, layout=choice.kv_layout)
         static = dict(layer=1, spec=spec, choice=choice)
         out, lse, cache = jattn.write_attend(q, latent, key, cache, plan, **static)
-        assert cache.dtype == jnp.bfloat16 and cache.page_size == page_size
+        assert cache.dtype == (jnp.float8_e4m3fn if kv_dtype else jnp.bfloat16) and cache.page_size == page_size
         read = dict(latent_dim=16, rope_dim=4, page_offset=5, dtype=jnp.float32, **cache.words)
         results.append((out, lse, *choice.function("gather_latent")(cache.latent, slots, **read)))
     want, got = ([np.asarray(x, np.float64) for x in result] for result in results)
