@@ -31,6 +31,8 @@ from pallas_kernels.attention.mosaic_gpu_sm90_config import Config, heuristic
 from pallas_kernels.attention.mosaic_gpu_sm90_prefill_config import Config as PrefillConfig
 from pallas_kernels.kv_write import mosaic_gpu_sm90 as kv_write
 from pallas_kernels.merge_states import mosaic_gpu_sm90 as merge_states
+from pallas_kernels.mla import mosaic_gpu_sm90 as latent
+from pallas_kernels.mla.mosaic_gpu_sm90_config import Config as LatentConfig
 
 _H200 = """
 gpu_device_info {
@@ -182,6 +184,42 @@ class Write:
         return lambda arrays: kv_write.write_kv(**arrays, kv_dtype=self.kv_dtype), arrays
 
 
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """A call of the latent attention kernel."""
+
+    seqs: int = 16
+    q_len: int = 1
+    heads: int = 16
+    latent: int = 512
+    rope: int = 64
+    page: int = 64
+    dtype: str = "bfloat16"
+    mask: str = "causal"
+    config: LatentConfig | None = None
+
+    def build(self) -> tuple[Callable, dict]:
+        """The call, and the shapes of its arrays."""
+        tokens, room, width = self.seqs * self.q_len, 4096 // self.page, self.latent + self.rope
+
+        def shape(*sizes, dtype=self.dtype):
+            return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+        i32 = functools.partial(shape, dtype="int32")
+        arrays = dict(
+            q=shape(tokens, self.heads, width),
+            pages=shape(self.seqs * room, self.page, width),
+            page_table=i32(self.seqs, room),
+            seq_lens=i32(self.seqs),
+            cu_q_lens=i32(self.seqs + 1),
+        )
+        arrays |= aot_shapes.of_tree(self.mask, tokens=tokens, seqs=self.seqs, nodes=self.q_len)
+        static = dict(
+            latent_dim=self.latent, max_q_len=self.q_len, sm_scale=192**-0.5, mask=self.mask, config=self.config
+        )
+        return lambda arrays: latent.attend_latent(**arrays, **static), arrays
+
+
 _NARROW = ("float8_e4m3fn", "float8_e5m2")
 
 
@@ -214,6 +252,18 @@ def _base() -> Config:
     return heuristic(max_q_len=1, group=4, kv_heads=8, num_seqs=64, head_dim=128, kv_room=4096, page_size=16)
 
 
+def _latent_cases() -> list[Latent]:
+    cases = [Latent(seqs=seqs, heads=heads) for seqs in (1, 64) for heads in (8, 16, 32, 64, 128)]
+    cases += [Latent(seqs=1, page=page, heads=heads) for page in latent.PAGE_SIZES for heads in (16, 128)]
+    cases += [Latent(q_len=q_len, heads=heads) for q_len in (2, 4, 64) for heads in (8, 16, 128)]
+    cases += [Latent(q_len=q_len, heads=heads, mask="tree") for q_len in (16, 64, 128) for heads in (16, 128)]
+    cases += [Latent(heads=9, latent=192, rope=192, page=page, q_len=q_len) for page in (1, 16) for q_len in (1, 8)]
+    cases += [Latent(latent=width, rope=rope) for width, rope in ((256, 64), (128, 64), (64, 32), (32, 16))]
+    cases += [Latent(dtype="float16"), Latent(dtype="float16", heads=128, q_len=4), Latent(q_len=8, mask="full")]
+    cases += [Latent(config=LatentConfig(splits=True, part_blocks=8)), Latent(seqs=64, config=LatentConfig())]
+    return cases
+
+
 def _prefill_cases() -> list[Prefill]:
     everything = dict(window=1000, cap=30.0, sinks=True)
     cases = [Prefill(page=page) for page in (*attention.PAGE_SIZES, None)]
@@ -231,6 +281,7 @@ def _prefill_cases() -> list[Prefill]:
 
 KERNELS: dict[str, Callable[[], list]] = {
     "hopper/attend": lambda: [*_attention_cases(), *_prefill_cases()],
+    "hopper/attend_latent": _latent_cases,
     "hopper/write_kv": lambda: [
         *(Write(), Write(3, 64), Write(1, 80, "float16"), Write(8, 256, "float32")),
         *(Write(heads, 64, dtype, kind) for heads in (1, 8) for dtype in ("bfloat16", "float32") for kind in _NARROW),

@@ -41,13 +41,16 @@ class Rows(NamedTuple):
         return (self.first + row // self.group) * self.stride + row % self.group + self.offset
 
 
-def load(ref, rows: Rows, *, shape: tuple[int, int], start: jax.Array | int = 0, interpret: bool) -> jax.Array:
-    """Rows `start` to `start + shape[0]` of a tile, from [rows, width >= shape[1]] in device memory.
+def load(
+    ref, rows: Rows, *, shape: tuple[int, int], start: jax.Array | int = 0, column: int = 0, interpret: bool
+) -> jax.Array:
+    """Rows `start` to `start + shape[0]` of a tile, columns `column` and on, from [rows, width] in device memory.
 
     Rows past `rows.used` repeat the last used one: no branch, and never a byte that nobody wrote.
     """
     if interpret:
-        picked = [ref[rows.at(jnp.int32(start + i)), : shape[1]] for i in range(shape[0])]
+        columns = slice(column, column + shape[1])
+        picked = [ref[rows.at(jnp.int32(start + i)), columns] for i in range(shape[0])]
         return plgpu.layout_cast(jnp.stack(picked), TILE)
     scalar = plgpu.Layout.WG_SPLAT(())
     result = plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=TILE)
@@ -59,13 +62,13 @@ def load(ref, rows: Rows, *, shape: tuple[int, int], start: jax.Array | int = 0,
         pair = ir.VectorType.get((2,), kind)
         base = utils.memref_ptr(gmem)
         regs = np.empty(TILE.to_mgpu().registers_shape(shape), dtype=object)
-        row_at, column = {}, None
+        row_at, first_col = {}, None
         for place, row, col, lane_row, lane_col in places_of(shape):
             if row not in row_at:
                 tile_row = arith.minsi(plus(plus(lane_row, row), begin), arith.subi(used, constant(1)))
                 row_at[row] = address_of(array_row(tile_row, first, offset, rows), ref.shape[1], base, kind)
-                column = lane_col
-            at = utils.getelementptr(row_at[row], [plus(column, col)], kind)
+                first_col = lane_col
+            at = utils.getelementptr(row_at[row], [plus(first_col, column + col)], kind)
             regs[place] = llvm.load(pair, at)
         return mgpu.FragmentedArray(_registers=regs, _layout=TILE.to_mgpu(), _is_signed=None)
 
@@ -73,18 +76,20 @@ def load(ref, rows: Rows, *, shape: tuple[int, int], start: jax.Array | int = 0,
 
 
 def load_vector(ref, rows: Rows, *, start: jax.Array | int = 0, interpret: bool) -> jax.Array:
-    """One float32 a row, f32[64], from a flat array: as `load`."""
+    """One number of 32 bits a row, [64], from a flat array: as `load`."""
     if interpret:
         picked = [ref[rows.at(jnp.int32(start + i))] for i in range(64)]
         return plgpu.layout_cast(jnp.stack(picked), ROW)
     scalar = plgpu.Layout.WG_SPLAT(())
 
+    signed = ref.dtype == jnp.int32 if jnp.issubdtype(ref.dtype, jnp.integer) else None
+
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), *[scalar] * 4), return_type=plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=ROW)
+        arg_types=(plgpu.RefType(), *[scalar] * 4), return_type=plgpu.ShapeDtypeStruct((64,), ref.dtype, layout=ROW)
     )
     def inline(_, gmem, first, offset, used, begin):
         first, offset, used, begin = (value_of(x) for x in (first, offset, used, begin))
-        kind = ir.F32Type.get()
+        kind = utils.dtype_to_ir_type(ref.dtype)
         base = utils.memref_ptr(gmem)
         lane_row = row_of_lane(arith.remui(utils.thread_idx(), constant(utils.WARPGROUP_SIZE)))
         regs = np.empty(ROW.to_mgpu().registers_shape((64,)), dtype=object)
@@ -92,7 +97,7 @@ def load_vector(ref, rows: Rows, *, start: jax.Array | int = 0, interpret: bool)
             tile_row = arith.minsi(plus(plus(lane_row, 8 * at), begin), arith.subi(used, constant(1)))
             address = address_of(array_row(tile_row, first, offset, rows), 1, base, kind)
             regs[place] = llvm.load(ir.VectorType.get((1,), kind), address)
-        return mgpu.FragmentedArray(_registers=regs, _layout=ROW.to_mgpu(), _is_signed=None)
+        return mgpu.FragmentedArray(_registers=regs, _layout=ROW.to_mgpu(), _is_signed=signed)
 
     return inline(ref, *(jnp.asarray(x, jnp.int32) for x in (rows.first, rows.offset, rows.used, start)))
 
@@ -152,14 +157,16 @@ def _kept(address, count: int):
     return llvm.inline_asm(kind, [address], text, constraints, has_side_effects=True)
 
 
-def store(ref, value: jax.Array, rows: Rows, *, start: jax.Array | int = 0, interpret: bool) -> None:
-    """Store those rows of a tile that exist: `value` [64, width] holds tile rows `start` and on."""
+def store(
+    ref, value: jax.Array, rows: Rows, *, start: jax.Array | int = 0, column: int = 0, interpret: bool
+) -> None:
+    """Store those rows of a tile that exist: `value` [64, n] holds tile rows `start` and columns `column` and on."""
     if interpret:
         for i in range(value.shape[0]):
 
             @pl.when(start + i < rows.used)
             def _(i=i):
-                ref[rows.at(jnp.int32(start + i)), : value.shape[1]] = value[i]
+                ref[rows.at(jnp.int32(start + i)), column : column + value.shape[1]] = value[i]
 
         return
     scalar = plgpu.Layout.WG_SPLAT(())
@@ -178,7 +185,7 @@ def store(ref, value: jax.Array, rows: Rows, *, start: jax.Array | int = 0, inte
                 row_at[row] = exists, address_of(array_row(tile_row, first, offset, rows), ref.shape[1], base, kind)
             exists, address = row_at[row]
             word = llvm.bitcast(bits, tile.registers[place])
-            store_if(exists, utils.getelementptr(address, [plus(lane_col, col)], kind), word)
+            store_if(exists, utils.getelementptr(address, [plus(lane_col, column + col)], kind), word)
 
     inline(ref, value, *(jnp.asarray(x, jnp.int32) for x in (rows.first, rows.offset, rows.used, start)))
 

@@ -1,0 +1,121 @@
+"""What a program of the Hopper latent attention is compiled for, what it is given, and the shared memory it takes."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._common.masks import Rules
+from pallas_kernels.attention import mosaic_gpu_sm90_copy as copies
+from pallas_kernels.attention.mosaic_gpu_sm90_prefill_records import THREADS, Barrier
+from pallas_kernels.mla.mosaic_gpu_sm90_config import Config
+
+HALVES = ("left", "right")
+"""A row's columns in two: the left half of the values, and the right half with the rotated key behind it."""
+
+
+class Static(NamedTuple):
+    """What a program is compiled for."""
+
+    config: Config
+    rules: Rules
+    group: int  # query heads
+    k_dim: int
+    v_dim: int
+    page_size: int
+    block_q: int
+    num_tokens: int
+    max_q_len: int
+    words: int  # of a tree's bits a row; 0 without a tree
+    dtype: Any
+    interpret: bool
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Columns of the two halves."""
+        return self.v_dim // 2, self.k_dim - self.v_dim // 2
+
+    @property
+    def gathers(self) -> bool:
+        """Whether threads copy keys, and not the engine: pages smaller than a swizzle's 8 rows."""
+        return self.page_size < 8
+
+    @property
+    def together(self) -> bool:
+        """Whether the sharers of a tile are a cluster, whose copies go to all of them."""
+        return self.config.sharers > 1 and not self.gathers and not self.interpret
+
+    @property
+    def pages(self) -> int:
+        """Page ids that the copy of a block wants."""
+        return 0 if self.gathers else max(self.config.block_kv // self.page_size, 1)
+
+    @property
+    def weight_places(self) -> int:
+        """Blocks of weights in shared memory. The interpreter reads a warpgroup's own from there, too."""
+        return 2 if self.interpret else 1
+
+
+class Arrays(NamedTuple):
+    """References in device memory; None where a call has none."""
+
+    items: Any
+    unserved: Any
+    cu_q_lens: Any
+    page_table: Any  # i32[seqs, max_pages]
+    page_offset: Any  # i32[1]
+    q: Any  # [tokens * heads, k_dim]
+    pages: Any  # [pages, page_size, k_dim]
+    bits: Any  # u32[tiles * words * rows]
+    out: Any  # [tokens * heads, v_dim]
+    lse: Any  # f32[tokens * heads]
+    parts: Any  # f32[items * block_q * heads, v_dim], of tiles in several parts
+    part_lse: Any  # f32[items * block_q * heads]
+
+
+def barrier_counts(static: Static) -> dict[str, tuple[int, int]]:
+    """Name -> barriers, and arrivals that complete a phase of each.
+
+    left_full, right_full: a half of a block is there. left_free, right_free: all programs that read it are done.
+    given: a warpgroup's weights and reference are there for the other. queries, totals: of both warpgroups.
+    """
+    stages = static.config.stages
+    copied = THREADS if static.gathers else 1
+    if static.interpret:
+        copied = copies.arrivals(static.config.block_kv, static.page_size)
+    counts = {f"{half}_full": (stages, copied) for half in HALVES}
+    counts |= {f"{half}_free": (stages, static.config.sharers if static.together else 1) for half in HALVES}
+    return counts | dict(given=(2, 1), queries=(1, 2), totals=(1, 2))
+
+
+def scratch(static: Static) -> dict:
+    """Shared memory of a program."""
+    config, dtype = static.config, static.dtype
+    refs: dict[str, Any] = {}
+    for half, width in zip(HALVES, static.widths, strict=True):
+        refs[f"{half}_q"] = copies.tiled((1, 64, width), dtype)
+        refs[half] = copies.tiled((config.stages, config.block_kv, width), dtype)
+    swizzle = copies.swizzle_bytes(static.widths[0], 2)  # products want both operands alike
+    transforms = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+    weights = (static.weight_places, 64, config.block_kv)
+    refs["weights"] = plgpu.SMEM(weights, dtype, transforms=transforms)
+    refs["rows"] = plgpu.SMEM((4, 64), jnp.float32)  # references, then totals, of each warpgroup
+    counts = barrier_counts(static)
+    if static.interpret:
+        refs["sums"] = plgpu.SMEM((2, 64, static.widths[0]), jnp.float32)
+        return refs | {
+            name: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+            for name, (count, arrivals) in counts.items()
+        }
+    return refs | dict(words=plgpu.SMEM((2 * sum(count for count, _ in counts.values()),), jnp.int32))
+
+
+def with_barriers(static: Static, smem: dict) -> dict:
+    """Shared memory of a program with its barriers by name; each array starts a KiB, so they share one."""
+    if static.interpret:
+        return smem
+    first, named = 0, {}
+    for name, (count, arrivals) in barrier_counts(static).items():
+        named[name] = Barrier(smem["words"], first, count, arrivals)
+        first += count
+    return smem | named
