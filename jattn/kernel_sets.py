@@ -22,6 +22,7 @@ import pallas_kernels.kv_write.xla as kv_write_xla
 import pallas_kernels.merge_states.mosaic_gpu_sm90 as merge_sm90
 import pallas_kernels.merge_states.tpu as merge_tpu
 import pallas_kernels.merge_states.xla as merge_xla
+import pallas_kernels.mla.mosaic_gpu_sm90 as mla_sm90
 import pallas_kernels.mla.tpu as mla_tpu
 import pallas_kernels.mla.xla as mla_xla
 from jattn.features import Feature
@@ -42,6 +43,7 @@ class KernelRow:
     writes_interpreted: Callable | None = None
     layout: str = "token_major"  # "attend", "attend_latent": how the cache must lie, as the caches' `create` names it
     takes_device: bool = False  # whether sizes depend on the generation, so that it takes `device=` by platform name
+    when_asked: bool = False  # chosen only where `prefer` names the set: not yet run on the device that it is for
 
     @property
     def name(self) -> str:
@@ -78,6 +80,14 @@ KERNELS: tuple[KernelRow, ...] = (
         provides=_ALL_MHA,
         function=merge_sm90.merge_states,
         interpreted=functools.partial(merge_sm90.merge_states, interpret=plgpu.InterpretGPUParams()),
+    ),
+    KernelRow(
+        set="hopper",
+        op="attend_latent",
+        provides=_ALL_MLA - {Feature.FP8_KV},
+        function=mla_sm90.attend_latent,
+        interpreted=mla_xla.attend_latent,
+        when_asked=True,
     ),
     KernelRow(set="gpu", op="attend", provides=_BASE | _MODEL | {Feature.TREE, Feature.FP8_KV}),
     KernelRow(set="gpu", op="write_kv", provides=_ALL_MHA),

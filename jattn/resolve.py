@@ -85,7 +85,8 @@ def resolve(
       platform: a row or a name of `PLATFORMS`; None asks the device once.
       page_size, topk: checked against what the policy allows, where given.
       include_declared: decide as if declared kernels existed: for tests of a platform that is not at hand.
-      prefer: kernel sets to try first, as ("hopper",); the policy's and the platform's order follow.
+      prefer: kernel sets to try first, as ("hopper",); the policy's and the platform's order follow. A kernel that has
+        not run on its device yet is chosen only so.
       num_splits: split-KV parts, merged by the `merge_states` kernel.
       interpret: run Pallas kernels in their interpreter, where the platform is not the device at hand; a CPU row always
         does.
@@ -171,7 +172,7 @@ def _choose(policy, preference, platform, asked, include_declared, prefer, num_s
     order = tuple(dict.fromkeys((*prefer, *preference, *platform.kernel_sets)))
     rows, skipped = [], []
     for op, needs in asked:
-        chosen, reasons = _first(op, order, platform, needs, include_declared)
+        chosen, reasons = _first(op, order, needs, include_declared, prefer)
         if chosen is None:
             wanted = ", ".join(sorted(needs)) or "plain attention"
             raise NoBackendError(f"no kernel of {platform.name} serves {op} with {wanted}: " + "; ".join(reasons))
@@ -188,7 +189,7 @@ def _choose(policy, preference, platform, asked, include_declared, prefer, num_s
     )
 
 
-def _first(op, order, platform, needs, include_declared) -> tuple[KernelRow | None, list[str]]:
+def _first(op, order, needs, include_declared, prefer) -> tuple[KernelRow | None, list[str]]:
     reasons = []
     for row in candidates(op, order):
         missing = sorted(needs - row.provides)
@@ -196,6 +197,8 @@ def _first(op, order, platform, needs, include_declared) -> tuple[KernelRow | No
             reasons.append(f"{row.name} lacks {', '.join(missing)}")
         elif row.function is None and not include_declared:
             reasons.append(f"{row.name} is declared, not written yet")
+        elif row.when_asked and row.set not in prefer:
+            reasons.append(f"{row.name} has not run on a device yet: ask for it with prefer=({row.set!r},)")
         else:
             return row, reasons
     return None, reasons

@@ -25,6 +25,7 @@ _HOPPER = _evidence(gpu=_DECLARED, xla=_LOWERED) | {
     "hopper/attend": Evidence.MEASURED,
     "hopper/write_kv": Evidence.MEASURED,
     "hopper/merge_states": _LOWERED,
+    "hopper/attend_latent": Evidence.COMPILED,
 }
 _TPU = _evidence(tpu=Evidence.COMPILED, xla=_LOWERED)
 _OTHER = _evidence(xla=_DECLARED)

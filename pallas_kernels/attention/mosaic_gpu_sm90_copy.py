@@ -33,14 +33,14 @@ def swizzle_bytes(dim: int, itemsize: int) -> int:
     return next(width for width in (128, 64, 32) if (dim * itemsize) % width == 0)
 
 
-def tiled(shape: tuple[int, ...], dtype):
-    """Shared memory in the layout that products read."""
-    return plgpu.SMEM(shape, dtype, transforms=transforms(shape[-1], jnp.dtype(dtype).itemsize)[1])
+def tiled(shape: tuple[int, ...], dtype, swizzle: int | None = None):
+    """Shared memory in the layout that products read, with a swizzle in bytes or the widest."""
+    return plgpu.SMEM(shape, dtype, transforms=transforms(shape[-1], jnp.dtype(dtype).itemsize, swizzle)[1])
 
 
-def transforms(dim: int, itemsize: int) -> tuple[int, tuple]:
-    """Swizzle of rows of `dim` in bytes, and the transforms of that layout."""
-    swizzle = swizzle_bytes(dim, itemsize)
+def transforms(dim: int, itemsize: int, swizzle: int | None = None) -> tuple[int, tuple]:
+    """Swizzle of rows of `dim` in bytes, the widest unless given, and the transforms of that layout."""
+    swizzle = swizzle or swizzle_bytes(dim, itemsize)
     return swizzle, (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
 
 

@@ -181,12 +181,14 @@ def _one(register):
     return vector.extract(register, dynamic_position=[], static_position=[0])
 
 
-def clear_rows(ring, stage, first) -> None:
-    """Set rows `first` and on of `ring[stage]` to zero, for products to read; this warpgroup's threads do it."""
+def clear_rows(ring, stage, first, swizzle: int | None = None) -> None:
+    """Set rows `first` and on of `ring[stage]` to zero, for products to read; this warpgroup's threads do it.
+
+    swizzle: of the ring in bytes, where it is not the widest that fits.
+    """
     _, rows, dim = ring.shape
     row_bytes = dim * jnp.dtype(ring.dtype).itemsize
-    _, layout = copies.transforms(dim, jnp.dtype(ring.dtype).itemsize)
-    swizzle = copies.swizzle_bytes(dim, jnp.dtype(ring.dtype).itemsize)
+    swizzle, layout = copies.transforms(dim, jnp.dtype(ring.dtype).itemsize, swizzle)
     scalar = plgpu.Layout.WG_SPLAT(())
     a_pass = utils.WARPGROUP_SIZE * 16 // row_bytes  # whole rows a pass, and perhaps idle threads
     chunks = row_bytes // 16

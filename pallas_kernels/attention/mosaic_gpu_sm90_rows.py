@@ -34,6 +34,7 @@ class Rows(NamedTuple):
     used: jax.Array  # i32, rows of the tile that exist; at least 1
     group: int  # rows a token
     stride: int  # rows of the array a token
+    most: int = 64  # rows that may exist of the 64 that a warpgroup has: the interpreter takes its time for each
 
     def at(self, row: jax.Array) -> jax.Array:
         """Array row of tile row `row`, or of the last used one."""
@@ -50,7 +51,8 @@ def load(
     """
     if interpret:
         columns = slice(column, column + shape[1])
-        picked = [ref[rows.at(jnp.int32(start + i)), columns] for i in range(shape[0])]
+        picked = [ref[rows.at(jnp.int32(start + i)), columns] for i in range(min(shape[0], rows.most))]
+        picked += picked[-1:] * (shape[0] - len(picked))
         return plgpu.layout_cast(jnp.stack(picked), TILE)
     scalar = plgpu.Layout.WG_SPLAT(())
     result = plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=TILE)
@@ -157,12 +159,10 @@ def _kept(address, count: int):
     return llvm.inline_asm(kind, [address], text, constraints, has_side_effects=True)
 
 
-def store(
-    ref, value: jax.Array, rows: Rows, *, start: jax.Array | int = 0, column: int = 0, interpret: bool
-) -> None:
+def store(ref, value: jax.Array, rows: Rows, *, start: jax.Array | int = 0, column: int = 0, interpret: bool) -> None:
     """Store those rows of a tile that exist: `value` [64, n] holds tile rows `start` and columns `column` and on."""
     if interpret:
-        for i in range(value.shape[0]):
+        for i in range(min(value.shape[0], rows.most)):
 
             @pl.when(start + i < rows.used)
             def _(i=i):
@@ -193,7 +193,7 @@ def store(
 def store_vector(ref, value: jax.Array, rows: Rows, *, start: jax.Array | int = 0, interpret: bool) -> None:
     """Store one float32 a row into a flat array: as `store`, with `value` f32[64]."""
     if interpret:
-        for i in range(value.shape[0]):
+        for i in range(min(value.shape[0], rows.most)):
 
             @pl.when(start + i < rows.used)
             def _(i=i):

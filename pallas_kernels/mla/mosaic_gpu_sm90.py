@@ -13,11 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._common import masks, rows
 from pallas_kernels._common.masks import Rules
-from pallas_kernels.attention import mosaic_gpu_sm90_copy as copies
 from pallas_kernels.attention import mosaic_gpu_sm90_schedule as schedules
 from pallas_kernels.attention.mosaic_gpu_sm90_merge import Shape, merge, merge_plain
 from pallas_kernels.attention.mosaic_gpu_sm90_schedule import Schedule
-from pallas_kernels.mla.mosaic_gpu_sm90_config import MAX_HEADS, PAGE_SIZES, Config, heuristic, stages_of
+from pallas_kernels.mla.mosaic_gpu_sm90_config import MAX_HEADS, MAX_WIDTH, PAGE_SIZES, Config, heuristic, stages_of
 from pallas_kernels.mla.mosaic_gpu_sm90_kernel import program
 from pallas_kernels.mla.mosaic_gpu_sm90_records import Arrays, Static, scratch
 
@@ -178,13 +177,11 @@ def unsupported(*, dtype, kv_dtype, num_heads: int, latent_dim: int, rope_dim: i
         return f"{num_heads} query heads, want at most {MAX_HEADS}"
     if page_size not in PAGE_SIZES:
         return f"page_size={page_size}, want one of {', '.join(map(str, PAGE_SIZES))}"
-    half = latent_dim // 2
-    widths = half, half + rope_dim
-    odd = latent_dim % 32 or rope_dim % 16 or latent_dim > 512 or latent_dim < 32 or rope_dim < 0
-    if odd or stages_of(latent_dim + rope_dim) < 2 or len({copies.swizzle_bytes(w, 2) for w in widths}) > 1:
+    odd = latent_dim % 32 or rope_dim % 16 or not 32 <= latent_dim <= 512 or rope_dim < 0
+    if odd or stages_of(latent_dim + rope_dim) < 2:
         return (
-            f"a latent of {latent_dim} and a key of {rope_dim}, want multiples of 32 (up to 512) and 16 that two blocks "
-            "of 64 fit shared memory with, and halves that products read alike"
+            f"a latent of {latent_dim} and a key of {rope_dim}, want multiples of 32 (up to 512) and 16, "
+            f"{MAX_WIDTH} together at most"
         )
     return None
 
@@ -192,8 +189,8 @@ def unsupported(*, dtype, kv_dtype, num_heads: int, latent_dim: int, rope_dim: i
 def _check(q, pages, latent_dim: int) -> None:
     if pages.ndim != 3 or pages.shape[2] != q.shape[2] and pages.dtype == q.dtype:
         raise ValueError(
-            f"pages{list(pages.shape)} for q{list(q.shape)}: want [pages, page_size, {q.shape[2]}], rows as wide as a "
-            "query"
+            f"pages{list(pages.shape)} for q{list(q.shape)}: want [pages, page_size, {q.shape[2]}], rows as wide as "
+            "queries"
         )
     reason = unsupported(
         dtype=q.dtype,
@@ -210,7 +207,7 @@ def _check(q, pages, latent_dim: int) -> None:
 def _check_config(config: Config, heads: int, k_dim: int) -> None:
     if config.stages > stages_of(k_dim):
         raise ValueError(
-            f"stages={config.stages} blocks of {k_dim} numbers: shared memory holds {stages_of(k_dim)} beside the queries"
+            f"stages={config.stages} blocks of {k_dim} numbers: shared memory holds {stages_of(k_dim)} and the queries"
         )
     if heads > config.rows:
         raise ValueError(f"{heads} query heads for tiles of {config.rows} rows: want sharers=2")

@@ -4,6 +4,7 @@ import dataclasses
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # pages and blocks of keys divide one another
 MAX_HEADS = 128  # two programs of 64 rows hold a query token's heads
+MAX_WIDTH = 576  # of a row: queries and two blocks of keys fill shared memory
 
 _SHARED_BYTES = 227 * 1024  # that a program may have
 _ALWAYS_WHOLE = 8192  # keys that one program reads in some 250 us
@@ -49,9 +50,7 @@ class Config:
         return 64
 
 
-def heuristic(
-    *, max_q_len: int, num_heads: int, num_seqs: int, k_dim: int, kv_room: int, num_sms: int = 132
-) -> Config:
+def heuristic(*, max_q_len: int, num_heads: int, num_seqs: int, k_dim: int, kv_room: int, num_sms: int = 132) -> Config:
     """Sizes for requests of up to `max_q_len` query tokens and `kv_room` keys, of rows of `k_dim` numbers.
 
     Keys are cut where tiles leave multiprocessors idle, and where one request may be so much longer than the others

@@ -113,7 +113,7 @@ def _engine(static: Static, arrays: Arrays, smem: dict, half: str, stage, block,
     ring, full = smem[half], smem[f"{half}_full"]
     block_kv, width, size = static.config.block_kv, ring.shape[2], jnp.dtype(ring.dtype).itemsize
     rows, column = min(block_kv, static.page_size), _column(static, half)
-    swizzle, layout = copies.transforms(width, size)
+    swizzle, layout = copies.transforms(width, size, static.swizzle)
     scalar = plgpu.Layout.WG_SPLAT(())
     types = (plgpu.RefType(), plgpu.RefType(layout), plgpu.RefType(), *[scalar] * 3, rows_io.LANES)
     first_warp = 0 if half == "left" else 2
@@ -158,7 +158,7 @@ def _gather(static: Static, arrays: Arrays, smem: dict, item: Item, half: str, s
     ring, block_kv, page = smem[half], static.config.block_kv, static.page_size
     size = jnp.dtype(ring.dtype).itemsize
     row_bytes, pitch, skipped = ring.shape[2] * size, static.k_dim * size, _column(static, half) * size
-    swizzle, layout = copies.transforms(ring.shape[2], size)
+    swizzle, layout = copies.transforms(ring.shape[2], size, static.swizzle)
     chunks, width = row_bytes // _CHUNK, arrays.page_table.shape[1]
     scalar = plgpu.Layout.WG_SPLAT(())
 
@@ -181,7 +181,9 @@ def _gather(static: Static, arrays: Arrays, smem: dict, item: Item, half: str, s
                 place = arith.addi(arith.muli(arith.extsi(i64, token), utils.c(pitch, i64)), utils.c(skipped, i64))
                 place = arith.addi(place, arith.extui(i64, byte))
                 source = utils.getelementptr(utils.memref_ptr(pool), [place], i8)
-                base = copies.shared_address(smem)
+                # made here each time, or it is kept in a register from the start of the program
+                here = [copies.shared_address(smem)]
+                base = llvm.inline_asm(i32, here, "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
                 base = arith.addi(base, arith.muli(stage, constant(block_kv * row_bytes)))
                 target = arith.addi(base, copies.swizzled(row, byte, row_bytes, swizzle))
                 copies.asm("cp.async.cg.shared.global [$0], [$1], 16;", target, source, constraints="r,l")

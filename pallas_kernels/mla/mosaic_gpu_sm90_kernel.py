@@ -11,7 +11,7 @@ exist only when the scores are made. Source: arXiv:2405.04434, section 2.1 (abso
 the turns are FlashMLA's, https://github.com/deepseek-ai/FlashMLA; arXiv:2407.08608 (products from registers).
 """
 # `ACC` is public, exported without its name.
-# pyright: reportPrivateImportUsage=false
+# pyright: reportPrivateImportUsage=false, reportCallIssue=false
 
 import math
 
@@ -52,7 +52,7 @@ def program(static: Static, arrays: Arrays, smem: dict) -> None:
         plgpu.set_max_registers(_registers(static)[1], action="decrease")
         _with_item(static, arrays, at, lambda item: producer.produce(static, arrays, smem, item, at))
 
-    # Not three `when`, and each loads the item: else what one needs is kept in the few registers of the one that copies.
+    # Not three `when`, and each loads the item: else what one needs is kept in the few registers of the copying one.
     lax.cond(who == 2, produce, lambda: lax.cond(who == 0, lambda: compute(0), lambda: compute(1)))
 
 
@@ -72,7 +72,7 @@ def _with_item(static: Static, arrays: Arrays, at, run) -> None:
 def _registers(static: Static) -> tuple[int, int]:
     # A thread's registers, computing and copying. A launch gives three warpgroups 168 each: what they ask for together
     # must not be more, or one waits for ever.
-    return (224, 56) if static.gathers else (240, 24)
+    return (232, 40) if static.gathers else (240, 24)
 
 
 def _load_item(static: Static, arrays: Arrays, at) -> Item:
@@ -102,9 +102,7 @@ def _zero(static: Static, arrays: Arrays, at) -> None:
             for start in range(0, static.group, 64):
                 nothing = plgpu.layout_cast(jnp.zeros((64, width), arrays.out.dtype), TILE)
                 for column in (0, width):
-                    rows_io.store(
-                        arrays.out, nothing, where, start=start, column=column, interpret=static.interpret
-                    )
+                    rows_io.store(arrays.out, nothing, where, start=start, column=column, interpret=static.interpret)
                 empty = plgpu.layout_cast(jnp.full((64,), -jnp.inf, jnp.float32), ROW)
                 rows_io.store_vector(arrays.lse, empty, where, start=start, interpret=static.interpret)
 
@@ -122,8 +120,10 @@ class _Computing:
         self.half, self.other = HALVES[who], 1 - who
         self.start = lax.axis_index("sharers") * 64 if static.config.sharers > 1 else jnp.int32(0)
         self.unit = static.rules.sm_scale * _LOG2E  # makes scores logarithms to base 2
-        group = static.group
-        self.rows = Rows(item.row, jnp.int32(0), item.tokens * group, group, group)
+
+    def _rows(self, item: Item) -> Rows:
+        group = self.static.group
+        return Rows(item.row, jnp.int32(0), item.tokens * group, group, group, self.static.most_rows)
 
     def run(self) -> None:
         """All blocks of the item, then the results."""
@@ -171,7 +171,7 @@ class _Computing:
         target = self.smem[f"{self.half}_q"].at[0]
         target[...] = rows_io.load(
             self.arrays.q,
-            self.rows,
+            self._rows(self.item),
             shape=target.shape,
             start=self.start,
             column=column,
@@ -198,8 +198,10 @@ class _Computing:
             for half in order:
                 self._wait(half, i)
                 keys = self.smem[half].at[self._stage(i)].transpose((1, 0))
-                # 0, but neither constant nor alike for all blocks: else the addresses of all its parts are kept in registers, which are short
-                plgpu.wgmma(scores, self.smem[f"{half}_q"].at[jnp.minimum(self.item.begin + i, 0)], keys)
+                # 0, but neither constant nor alike for all blocks: else the addresses of all parts of the queries are
+                # kept in registers, which are short.
+                none = jnp.minimum(self.item.begin + i, 0)
+                plgpu.wgmma(scores, self.smem[f"{half}_q"].at[none], keys)
             return scores[...]
 
         return pl.run_scoped(run, plgpu.ACC((64, self.static.config.block_kv), jnp.float32))
@@ -263,7 +265,7 @@ class _Computing:
                 ring[stage] = jnp.where(lax.broadcasted_iota(jnp.int32, held.shape, 0) < first, held, 0)
                 plgpu.commit_smem()
             else:
-                ring_io.clear_rows(ring, stage, first)
+                ring_io.clear_rows(ring, stage, first, self.static.swizzle)
 
         return ring.at[stage, :, pl.ds(0, self.static.widths[0])]
 
@@ -294,7 +296,10 @@ class _Computing:
 
     def _finish(self, top, total, summed) -> None:
         # out = summed / total, 0 where nothing was seen; lse in natural log
-        static, arrays, item = self.static, self.arrays, self.item
+        static, arrays = self.static, self.arrays
+        # Once more, as registers are short until here; from the same address in other words, which is not kept either.
+        item = _load_item(static, arrays, self.at + jnp.minimum(self.item.begin, 0))
+        rows = self._rows(item)
         self.smem["rows"][2 + self.who] = total
         plgpu.commit_smem()
         barriers.arrive(self.smem["totals"], 0)
@@ -305,23 +310,29 @@ class _Computing:
         some = jnp.where(seen, total, 1.0)
         lse = jnp.where(seen, top * math.log(2.0) + jnp.log(some), -jnp.inf)
         value = summed * lax.broadcast_in_dim(jnp.where(seen, 1.0 / some, 0.0), summed.shape, (0,))
-        common = dict(start=self.start, interpret=static.interpret)
 
         def keep(out, out_lse, where: Rows) -> None:
             column = self.who * static.widths[0]
-            rows_io.store(out, value.astype(out.dtype), where, column=column, **common)
+            rows_io.store(
+                out,
+                value.astype(out.dtype),
+                where,
+                start=self.start,
+                column=column,
+                interpret=static.interpret,
+            )
             if self.who == 0:
-                rows_io.store_vector(out_lse, lse, where, **common)
+                rows_io.store_vector(out_lse, lse, where, start=self.start, interpret=static.interpret)
 
         if not static.config.splits:
-            keep(arrays.out, arrays.lse, self.rows)
+            keep(arrays.out, arrays.lse, rows)
             return
-        pl.when(item.parts == 1)(lambda: keep(arrays.out, arrays.lse, self.rows))
+        pl.when(item.parts == 1)(lambda: keep(arrays.out, arrays.lse, rows))
 
         @pl.when(item.parts > 1)
         def _():
             offset = self.at * (static.block_q * static.group)
-            where = Rows(jnp.int32(0), offset, item.tokens * static.group, static.config.rows, 0)
+            where = Rows(jnp.int32(0), offset, rows.used, static.config.rows, 0, static.most_rows)
             keep(arrays.parts, arrays.part_lse, where)
 
 

@@ -36,6 +36,16 @@ class Static(NamedTuple):
         return self.v_dim // 2, self.k_dim - self.v_dim // 2
 
     @property
+    def most_rows(self) -> int:
+        """Rows of a program's 64 that any request has."""
+        return min(self.block_q * self.group, 64)
+
+    @property
+    def swizzle(self) -> int:
+        """Swizzle in bytes of all that products read: they want operands alike."""
+        return min(copies.swizzle_bytes(width, 2) for width in self.widths)
+
+    @property
     def gathers(self) -> bool:
         """Whether threads copy keys, and not the engine: pages smaller than a swizzle's 8 rows."""
         return self.page_size < 8
@@ -90,22 +100,17 @@ def barrier_counts(static: Static) -> dict[str, tuple[int, int]]:
 
 def scratch(static: Static) -> dict:
     """Shared memory of a program."""
-    config, dtype = static.config, static.dtype
-    refs: dict[str, Any] = {}
+    config, kind = static.config, (static.dtype, static.swizzle)
+    refs: dict[str, Any] = dict(weights=copies.tiled((static.weight_places, 64, config.block_kv), *kind))
     for half, width in zip(HALVES, static.widths, strict=True):
-        refs[f"{half}_q"] = copies.tiled((1, 64, width), dtype)
-        refs[half] = copies.tiled((config.stages, config.block_kv, width), dtype)
-    swizzle = copies.swizzle_bytes(static.widths[0], 2)  # products want both operands alike
-    transforms = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
-    weights = (static.weight_places, 64, config.block_kv)
-    refs["weights"] = plgpu.SMEM(weights, dtype, transforms=transforms)
+        refs[f"{half}_q"] = copies.tiled((1, 64, width), *kind)
+        refs[half] = copies.tiled((config.stages, config.block_kv, width), *kind)
     refs["rows"] = plgpu.SMEM((4, 64), jnp.float32)  # references, then totals, of each warpgroup
     counts = barrier_counts(static)
     if static.interpret:
         refs["sums"] = plgpu.SMEM((2, 64, static.widths[0]), jnp.float32)
         return refs | {
-            name: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-            for name, (count, arrivals) in counts.items()
+            name: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count) for name, (count, arrivals) in counts.items()
         }
     return refs | dict(words=plgpu.SMEM((2 * sum(count for count, _ in counts.values()),), jnp.int32))
 

@@ -54,6 +54,18 @@ def test_a_latent_layer_has_kernels_of_its_own_and_for_its_expanded_keys(platfor
     assert choice.row("attend").ragged is not None
 
 
+def test_a_kernel_that_has_not_run_on_its_device_is_chosen_only_when_asked_for():
+    choice = resolve(LATENT, "native", "cuda-sm90")
+    assert choice.row("attend_latent").name == "xla/attend_latent"
+    assert any("hopper/attend_latent has not run on a device yet" in reason for reason in choice.skipped)
+    choice = resolve(LATENT, "native", "cuda-sm90", prefer=("hopper",))
+    assert choice.row("attend_latent").name == "hopper/attend_latent"
+    assert choice.row("write_latent").name == "xla/write_latent" and choice.kv_layout is None
+    packed = resolve(dataclasses.replace(LATENT, kv_dtype="fp8_e4m3"), "native", "cuda-sm90", prefer=("hopper",))
+    assert packed.row("attend_latent").name == "xla/attend_latent"
+    assert "hopper/attend_latent lacks fp8_kv" in packed.skipped
+
+
 def test_a_choice_of_another_kind_of_layer_says_what_it_serves():
     with pytest.raises(NoBackendError, match="attend, write_kv, merge_states, not attend_latent: resolve the spec"):
         resolve(SPEC, "native", "cpu").row("attend_latent")
