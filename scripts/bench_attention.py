@@ -18,7 +18,6 @@ XLA_PYTHON_CLIENT_PREALLOCATE=false; all are read by the same timer.
 
 import argparse
 import dataclasses
-import functools
 import json
 import math
 import sys
@@ -31,8 +30,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import bench_attention_mla as mla
 import bench_attention_prefill as prefill
 import jax
+from bench_attention_mla import Latent
 from bench_attention_peers import PEERS, ours
 from bench_attention_prefill import Prefill
 from bench_attention_report import plot, table
@@ -43,13 +44,13 @@ from pallas_kernels.attention.mosaic_gpu_sm90_config import Config
 
 
 def bench(
-    shape: Shape | Prefill, calls: dict[str, tuple[Callable, Any, str]], timer: Timer, roof: dict, others=None
+    shape: Shape | Prefill | Latent, calls: dict[str, tuple[Callable, Any, str]], timer: Timer, roof: dict, others=None
 ) -> list[dict]:
     """Rows of one shape. calls: name -> (attend, schedule or None, configuration as text).
 
     others: by (shape, input sets, plan), another framework's: name -> (call, sets, finish, to JAX or None, note).
     """
-    sets, plan, seen = shape.data() if isinstance(shape, Prefill) else data(shape)
+    sets, plan, seen = data(shape) if isinstance(shape, Shape) else shape.data()
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (sets[0], plan))
 
     def build(item):
@@ -92,15 +93,17 @@ def bench(
     return list(rows.values())
 
 
-def _error(shape: Shape | Prefill, out, one, plan, seen) -> float:
-    return shape.max_rel_err(out, one, plan) if isinstance(shape, Prefill) else max_rel_err(shape, out, one, plan, seen)
+def _error(shape: Shape | Prefill | Latent, out, one, plan, seen) -> float:
+    if isinstance(shape, Shape):
+        return max_rel_err(shape, out, one, plan, seen)
+    return shape.max_rel_err(out, one, plan, seen)
 
 
 def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:200]}"
 
 
-def _rates(shape: Shape | Prefill, found: dict, roof: dict) -> dict:
+def _rates(shape: Shape | Prefill | Latent, found: dict, roof: dict) -> dict:
     ms = found["ms"]
     bound = max(shape.flops / roof["tflops"] / 1e9, shape.nbytes / roof["copy_gbps"] / 1e6)
     rates = dict(tflops=shape.flops / ms / 1e9, gbps=shape.nbytes / ms / 1e6, pct_of_roof=100 * bound / ms)
@@ -117,6 +120,7 @@ def main() -> None:
         "--torch", action="store_true", help="cuDNN through torch's SDPA too; give JAX no memory up front"
     )
     parser.add_argument("--fa3", help="FlashAttention-3 too: path of a library with vLLM's torch binding of it")
+    parser.add_argument("--flashmla", help="FlashMLA too, for mla_decode: path of a library with vLLM's binding of it")
     parser.add_argument(
         "--variant", action="append", default=[], help="changes to the default sizes, as stages=4,splits=False"
     )
@@ -127,11 +131,7 @@ def main() -> None:
     parser.add_argument("--plot", help="PNG")
     args = parser.parse_args()
     warnings.simplefilter("ignore", DeprecationWarning)
-    others = None
-    if args.torch or args.fa3:
-        import bench_attention_torch
-
-        others = functools.partial(bench_attention_torch.calls, fa3=args.fa3, cudnn=args.torch)
+    others = _others(args)
     start, timer = time.time(), Timer(args.runs)
     roof = roofs(timer)
     device = jax.devices()[0]
@@ -149,7 +149,7 @@ def main() -> None:
         calls = _ours(shape, args.variant)
         if args.peers:
             calls |= _peers(shape)
-        for row in bench(shape, calls, timer, roof, None if isinstance(shape, Prefill) else others):
+        for row in bench(shape, calls, timer, roof, others):
             rows.append(row)
             print(json.dumps(row), flush=True)
             if sink:
@@ -160,12 +160,28 @@ def main() -> None:
         plot(rows[1:], args.plot)
 
 
-_EVERY: dict[str, Callable[[], list]] = FAMILIES | prefill.FAMILIES
+_EVERY: dict[str, Callable[[], list]] = FAMILIES | prefill.FAMILIES | mla.FAMILIES
 
 
-def _ours(shape: Shape | Prefill, variants: list[str]) -> dict[str, Any]:
-    base: Any = shape.default_config() if isinstance(shape, Prefill) else default_config(shape)
-    make: Any = prefill.ours if isinstance(shape, Prefill) else ours
+def _others(args) -> Callable | None:
+    # what gives torch's peers of a shape, if any are asked for
+    if not (args.torch or args.fa3 or args.flashmla):
+        return None
+    import bench_attention_torch
+
+    def calls(shape, sets, plan):
+        if isinstance(shape, Latent):
+            return mla.torch_calls(shape, sets, plan, fa3=args.fa3, flashmla=args.flashmla)
+        if isinstance(shape, Prefill) or not (args.torch or args.fa3):
+            return {}
+        return bench_attention_torch.calls(shape, sets, plan, fa3=args.fa3, cudnn=args.torch)
+
+    return calls
+
+
+def _ours(shape: Shape | Prefill | Latent, variants: list[str]) -> dict[str, Any]:
+    base: Any = default_config(shape) if isinstance(shape, Shape) else shape.default_config()
+    make: Any = mla.ours if isinstance(shape, Latent) else prefill.ours if isinstance(shape, Prefill) else ours
     calls: dict[str, Any] = {"jattn": (*make(shape, base), str(base))}
     for text in variants:
         config = changed(base, text)
@@ -174,14 +190,15 @@ def _ours(shape: Shape | Prefill, variants: list[str]) -> dict[str, Any]:
     return calls
 
 
-def _peers(shape: Shape | Prefill) -> dict[str, Any]:
+def _peers(shape: Shape | Prefill | Latent) -> dict[str, Any]:
     calls: dict[str, Any] = {}
-    if not isinstance(shape, Prefill):
+    if isinstance(shape, Shape):
         for name, (families, make, note) in PEERS.items():
             if shape.family in families.split():
                 calls[name] = (make(shape), None, note)
         return calls
-    for name, (fits, make, note) in prefill.PEERS.items():
+    peers: Any = mla.PEERS if isinstance(shape, Latent) else prefill.PEERS
+    for name, (fits, make, note) in peers.items():
         if fits(shape):
             try:
                 calls[name] = (make(shape), None, note)
@@ -190,7 +207,7 @@ def _peers(shape: Shape | Prefill) -> dict[str, Any]:
     return calls
 
 
-def changed[C: (Config, prefill.Config)](base: C, text: str) -> C | None:
+def changed[C: (Config, prefill.Config, mla.Config)](base: C, text: str) -> C | None:
     """Sizes with some of them set, as "stages=4,splits=False"; None where that means nothing."""
     changes = {}
     for part in text.split(","):

@@ -110,7 +110,7 @@ class Prefill:
         count = max(1, math.ceil(_ROTATION_BYTES / self.nbytes))
         return [one(jax.random.fold_in(jax.random.key(1), i)) for i in range(count)], plan, None
 
-    def max_rel_err(self, out, one, plan) -> float:
+    def max_rel_err(self, out, one, plan, seen=None) -> float:
         """Worst relative error of some rows."""
         q, k, v = one
         if not bool(jnp.isfinite(out).all()):
