@@ -19,7 +19,7 @@ from pallas_kernels.attention import mosaic_gpu_sm90_prefill_barriers as gpu_bar
 from pallas_kernels.attention import mosaic_gpu_sm90_rows as rows_io
 from pallas_kernels.attention.mosaic_gpu_sm90_prefill_records import THREADS
 from pallas_kernels.attention.mosaic_gpu_sm90_records import Item
-from pallas_kernels.attention.mosaic_gpu_sm90_rows import constant
+from pallas_kernels.attention.mosaic_gpu_sm90_rows import Rows, constant
 from pallas_kernels.mla import mosaic_gpu_sm90_barriers as barriers
 from pallas_kernels.mla.mosaic_gpu_sm90_records import HALVES, Arrays, Static
 
@@ -155,52 +155,90 @@ def _engine(static: Static, arrays: Arrays, smem: dict, half: str, stage, block,
 
 
 def _gather(static: Static, arrays: Arrays, smem: dict, item: Item, half: str, stage, block) -> None:
-    ring, block_kv, page = smem[half], static.config.block_kv, static.page_size
-    size = jnp.dtype(ring.dtype).itemsize
-    row_bytes, pitch, skipped = ring.shape[2] * size, static.k_dim * size, _column(static, half) * size
-    swizzle, layout = copies.transforms(ring.shape[2], size, static.swizzle)
-    chunks, width = row_bytes // _CHUNK, arrays.page_table.shape[1]
-    scalar = plgpu.Layout.WG_SPLAT(())
+    page, width = static.page_size, arrays.page_table.shape[1]
+    pitch = static.k_dim * jnp.dtype(static.dtype).itemsize
+
+    def address(refs, values, row):
+        table, pool = refs
+        seq, offset, kv_len, first = values
+        # rows past the last key have it in their place: never an entry of the table that means nothing
+        key = arith.minsi(arith.addi(first, row), arith.subi(kv_len, constant(1)))
+        entry = arith.addi(arith.muli(seq, constant(width)), arith.divui(key, constant(page)))
+        i32, i8 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        id_ = arith.addi(llvm.load(i32, utils.getelementptr(utils.memref_ptr(table), [entry], i32)), offset)
+        token = arith.addi(arith.muli(id_, constant(page)), arith.remui(key, constant(page)))
+        return rows_io.address_of(token, pitch, utils.memref_ptr(pool), i8)
+
+    scalars = (item.seq, arrays.page_offset[0], item.kv_len, block * static.config.block_kv)
+    _copy_rows(static, smem[half], stage, _column(static, half), (arrays.page_table, arrays.pages), scalars, address)
+    gpu_barriers.arrive_copied(smem[f"{half}_full"], stage)
+
+
+def load_queries(static: Static, arrays: Arrays, target, half: str, rows: Rows, start) -> None:
+    """Half of the queries of 64 rows into shared memory, the last row again where there is none, for products to read.
+
+    Args: target: [1, 64, width of the half]. start: first of these rows in the tile.
+    """
+    column = _column(static, half)
+    if static.interpret:
+        shape = target.shape[1:]
+        target[0] = rows_io.load(arrays.q, rows, shape=shape, start=start, column=column, interpret=True)
+        plgpu.commit_smem()
+        return
+    pitch = static.k_dim * jnp.dtype(static.dtype).itemsize
+
+    def address(refs, values, row):
+        first, offset, used, begin = values
+        row = arith.minsi(arith.addi(row, begin), arith.subi(used, constant(1)))
+        i8 = ir.IntegerType.get_signless(8)
+        return rows_io.address_of(rows_io.array_row(row, first, offset, rows), pitch, utils.memref_ptr(refs[0]), i8)
+
+    scalars = (rows.first, rows.offset, rows.used, start)
+    _copy_rows(static, target, jnp.minimum(rows.first, 0), column, (arrays.q,), scalars, address)
+    copies.commit_gathered()
+    copies.wait_gathered(0)
+
+
+def _copy_rows(static: Static, target, place, column: int, refs: tuple, scalars: tuple, address) -> None:
+    # Start copies of the rows of `target[place]`, 16 bytes a thread at once, from column `column` of the row that
+    # `address` gives by the refs, the scalars and the row's number.
+    size = jnp.dtype(target.dtype).itemsize
+    rows, row_bytes = target.shape[1], target.shape[2] * size
+    swizzle, layout = copies.transforms(target.shape[2], size, static.swizzle)
+    chunks, scalar = row_bytes // _CHUNK, plgpu.Layout.WG_SPLAT(())
+    types = (plgpu.RefType(layout), *[plgpu.RefType()] * len(refs), *[scalar] * (2 + len(scalars)))
 
     def some(n):
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(layout), *[scalar] * 6))
-        def inline(_, table, pool, smem, *scalars):
-            seq, offset, kv_len, first, stage, n = (rows_io.value_of(x) for x in scalars)
-            i64, i32, i8 = (ir.IntegerType.get_signless(bits) for bits in (64, 32, 8))
+        @plgpu.inline_mgpu(arg_types=types)
+        def inline(_, smem, *rest):
+            memrefs, (place, n, *values) = rest[: len(refs)], (rows_io.value_of(x) for x in rest[len(refs) :])
+            i32, i8 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
             lane = arith.remui(utils.thread_idx(), constant(THREADS))
             linear = arith.addi(lane, arith.muli(n, constant(THREADS)))
 
             def copy():
                 row = arith.divui(linear, constant(chunks))
                 byte = arith.muli(arith.remui(linear, constant(chunks)), constant(_CHUNK))
-                # rows past the last key have it in their place: never an entry of the table that means nothing
-                key = arith.minsi(arith.addi(first, row), arith.subi(kv_len, constant(1)))
-                entry = arith.addi(arith.muli(seq, constant(width)), arith.divui(key, constant(page)))
-                id_ = arith.addi(llvm.load(i32, utils.getelementptr(utils.memref_ptr(table), [entry], i32)), offset)
-                token = arith.addi(arith.muli(id_, constant(page)), arith.remui(key, constant(page)))
-                place = arith.addi(arith.muli(arith.extsi(i64, token), utils.c(pitch, i64)), utils.c(skipped, i64))
-                place = arith.addi(place, arith.extui(i64, byte))
-                source = utils.getelementptr(utils.memref_ptr(pool), [place], i8)
+                there = arith.addi(byte, constant(column * size))
+                source = utils.getelementptr(address(memrefs, values, row), [there], i8)
                 # made here each time, or it is kept in a register from the start of the program
                 here = [copies.shared_address(smem)]
                 base = llvm.inline_asm(i32, here, "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
-                base = arith.addi(base, arith.muli(stage, constant(block_kv * row_bytes)))
-                target = arith.addi(base, copies.swizzled(row, byte, row_bytes, swizzle))
-                copies.asm("cp.async.cg.shared.global [$0], [$1], 16;", target, source, constraints="r,l")
+                base = arith.addi(base, arith.muli(place, constant(rows * row_bytes)))
+                to = arith.addi(base, copies.swizzled(row, byte, row_bytes, swizzle))
+                copies.asm("cp.async.cg.shared.global [$0], [$1], 16;", to, source, constraints="r,l")
 
-            if block_kv * chunks % THREADS == 0:
+            if rows * chunks % THREADS == 0:
                 copy()
             else:
-                with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, linear, constant(block_kv * chunks))):
+                with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, linear, constant(rows * chunks))):
                     copy()
 
-        scalars = (item.seq, arrays.page_offset[0], item.kv_len, block * block_kv, stage, n)
-        inline(arrays.page_table, arrays.pages, ring, *(jnp.asarray(x, jnp.int32) for x in scalars))
+        inline(target, *refs, *(jnp.asarray(x, jnp.int32) for x in (place, n, *scalars)))
 
     # not a constant, or the addresses of all rounds are kept in registers
-    rounds = -(-block_kv * chunks // THREADS) + jnp.minimum(stage, 0)
+    rounds = -(-rows * chunks // THREADS) + jnp.minimum(place, 0)
     lax.fori_loop(0, rounds, lambda n, _: some(n), None)
-    gpu_barriers.arrive_copied(smem[f"{half}_full"], stage)
 
 
 def _index(x):

@@ -167,17 +167,8 @@ class _Computing:
 
     def _load_queries(self) -> None:
         # each warpgroup brings one half
-        column = 0 if self.who == 0 else self.static.widths[0]
-        target = self.smem[f"{self.half}_q"].at[0]
-        target[...] = rows_io.load(
-            self.arrays.q,
-            self._rows(self.item),
-            shape=target.shape,
-            start=self.start,
-            column=column,
-            interpret=self.static.interpret,
-        )
-        plgpu.commit_smem()
+        target, rows = self.smem[f"{self.half}_q"], self._rows(self.item)
+        producer.load_queries(self.static, self.arrays, target, self.half, rows, self.start)
         barriers.arrive(self.smem["queries"], 0)
         barriers.wait(self.smem["queries"], 0, jnp.int32(0))
 

@@ -20,19 +20,22 @@ def mask(static: Static, arrays: Arrays, item: Item, block, start, scores):
     seen = key < item.kv_len
     if static.words:
         node = key - item.high
-        seen = seen & ((node < 0) | _bit(static, arrays, item, node, start))
-    elif static.rules.mask == "causal" and static.block_q > 1:
+        scores = jnp.where(seen & (node < 32 * static.words), scores, -jnp.inf)
+        return _tree(static, arrays, item, node, start, scores)
+    if static.rules.mask == "causal" and static.block_q > 1:
         place = (iota(shape, 0) + start) // static.group + item.first
         seen = seen & (key <= place)
     return jnp.where(seen, scores, -jnp.inf)
 
 
-def _bit(static: Static, arrays: Arrays, item: Item, node, start):
-    # whether a node's bit is set in each row, which is read here: few blocks hold nodes
+def _tree(static: Static, arrays: Arrays, item: Item, node, start, scores):
+    # Word by word onto the scores, which takes fewer registers than a tile of bits; they are read here, as few blocks
+    # hold nodes.
     rows = static.config.rows
-    picked = jnp.zeros(node.shape, jnp.uint32)
     for word in range(static.words):
         where = Rows(jnp.int32(0), (item.tile * static.words + word) * rows, jnp.int32(rows), rows, 0)
         bits = rows_io.load_vector(arrays.bits, where, start=start, interpret=static.interpret)
-        picked = jnp.where(node >> 5 == word, lax.broadcast_in_dim(bits, node.shape, (0,)), picked)
-    return ((picked >> (node & 31).astype(jnp.uint32)) & jnp.uint32(1)) == 1
+        bits = lax.broadcast_in_dim(bits, scores.shape, (0,)) >> (node & 31).astype(jnp.uint32)
+        hidden = (node >> 5 == word) & ((bits & jnp.uint32(1)) == 0)
+        scores = jnp.where(hidden, -jnp.inf, scores)
+    return scores

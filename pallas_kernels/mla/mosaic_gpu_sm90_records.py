@@ -53,7 +53,8 @@ class Static(NamedTuple):
     @property
     def together(self) -> bool:
         """Whether the sharers of a tile are a cluster, whose copies go to all of them."""
-        return self.config.sharers > 1 and not self.gathers and not self.interpret
+        whole = self.page_size >= 16  # two swizzles' rows: a copy is cut by rows, a half to each
+        return self.config.sharers > 1 and whole and not self.interpret
 
     @property
     def pages(self) -> int:
