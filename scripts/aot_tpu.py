@@ -11,17 +11,21 @@ import jax
 import jax.numpy as jnp
 from tpu_target import GENERATIONS, Compiler, Generation
 
-from pallas_kernels._common.tpu_rows import LatentRow, Row, held_as_words, word_shape
+from pallas_kernels._common.tpu_rows import Row, held_as_words, word_shape
 from pallas_kernels.attention import tpu as attention
-from pallas_kernels.attention import tpu_ragged
+from pallas_kernels.attention import tpu_ragged, tpu_write
 from pallas_kernels.attention.tpu_config import Config
 from pallas_kernels.merge_states import tpu as merge_states
 from pallas_kernels.mla import tpu as mla
+from pallas_kernels.mla.tpu_config import row_of
 
 
-def _pool_pages(needed: int, page_size: int) -> int:
-    """Pages of a pool as a server holds it: XLA may well bring a small one into vector memory before the kernel."""
-    return max(needed, (1 << 18) // page_size)
+def _pool(row: Row, pages: int, page_size: int, kind: str) -> jax.ShapeDtypeStruct:
+    """A pool as a server holds it: XLA may well bring a small one into vector memory before the kernel."""
+    words = held_as_words(page_size)
+    token = word_shape(row, kind) if words else (row.held_lanes,)
+    shape = (max(pages, (1 << 18) // page_size), page_size, *token)
+    return jax.ShapeDtypeStruct(shape, jnp.int32 if words else row.held_dtype(kind))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Attention(_Case):
     page: int = 16
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
+    token_scales: bool = False
+    writes: bool = False  # the step's own keys, too
     mask: str = "causal"
     window: int | None = None
     cap: float | None = None
@@ -54,7 +60,8 @@ class Attention(_Case):
     @property
     def row(self) -> Row:
         """How the pool holds a token."""
-        return Row(kv_heads=self.kv_heads, k_dim=self.dim, v_dim=self.v_dim or self.dim)
+        sizes = dict(k_dim=self.dim, v_dim=self.v_dim or self.dim)
+        return Row(kv_heads=self.kv_heads, scales=self.token_scales, **sizes)
 
     def build(self, generation: Generation) -> tuple[Callable, dict]:
         """The call, and the shapes of its arrays."""
@@ -66,17 +73,18 @@ class Attention(_Case):
         i32 = functools.partial(shape, dtype="int32")
         arrays = dict(
             q=shape(tokens, self.kv_heads * self.group, self.dim),
-            k_pages=shape(
-                _pool_pages(self.seqs * room, self.page), self.page, self.row.lanes, dtype=self.kv_dtype or self.dtype
-            ),
+            k_pages=_pool(self.row, self.seqs * room, self.page, self.kv_dtype or self.dtype),
             page_table=i32(self.seqs, room),
             seq_lens=i32(self.seqs),
             cu_q_lens=i32(self.seqs + 1),
         )
         arrays |= aot_shapes.of_tree(self.mask, tokens=tokens, seqs=self.seqs, nodes=self.q_len)
         arrays |= aot_shapes.of_options(
-            scales=bool(self.kv_dtype), sinks=self.kv_heads * self.group if self.sinks else 0
+            scales=bool(self.kv_dtype) and not self.token_scales, sinks=self.kv_heads * self.group if self.sinks else 0
         )
+        if self.writes:
+            keys = (shape(tokens, self.kv_heads, dim) for dim in (self.dim, self.row.v_dim))
+            arrays |= dict(zip(("k", "v", "slots"), (*keys, i32(tokens)), strict=True))
         static = dict(
             kv_heads=self.kv_heads,
             v_dim=self.row.v_dim,
@@ -87,8 +95,11 @@ class Attention(_Case):
             logit_soft_cap=self.cap,
             config=self.config,
             device=generation.device.name,
+            token_scales=self.token_scales,
+            kv_dtype=self.kv_dtype or (self.dtype if held_as_words(self.page) else None),
         )
-        return lambda arrays: attention.paged_attention(**arrays, **static), arrays
+        attend = tpu_write.write_attend if self.writes else attention.paged_attention
+        return lambda arrays: attend(**arrays, **static), arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,12 +146,14 @@ class Latent(_Case):
     dtype: str = "bfloat16"
     mask: str = "causal"
     splits: int = 1
+    packed: bool = False  # in 8 bits
+    writes: bool = False  # the step's own latents, too
 
     def build(self, generation: Generation) -> tuple[Callable, dict]:
         """The call, and the shapes of its arrays."""
         tokens, room = self.seqs * self.q_len, -(-self.kv_len // self.page)
-        row = LatentRow(k_dim=self.latent + self.rope, v_dim=self.latent)
-        words = held_as_words(self.page)
+        row = row_of(num_heads=self.heads, latent_dim=self.latent, rope_dim=self.rope, packed=self.packed)
+        kind = "float8_e4m3fn" if self.packed else self.dtype
 
         def shape(*sizes, dtype=self.dtype):
             return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
@@ -148,9 +161,7 @@ class Latent(_Case):
         i32 = functools.partial(shape, dtype="int32")
         arrays = dict(
             q=shape(tokens, self.heads, self.latent + self.rope),
-            pages=i32(_pool_pages(self.seqs * room, self.page), self.page, *word_shape(row, self.dtype))
-            if words
-            else shape(_pool_pages(self.seqs * room, self.page), self.page, row.lanes),
+            pages=_pool(row, self.seqs * room, self.page, kind),
             page_table=i32(self.seqs, room),
             seq_lens=i32(self.seqs),
             cu_q_lens=i32(self.seqs + 1),
@@ -162,10 +173,13 @@ class Latent(_Case):
             sm_scale=(128 + self.rope) ** -0.5,
             mask=self.mask,
             num_splits=self.splits,
-            kv_dtype=self.dtype if words else None,
+            kv_dtype=kind if held_as_words(self.page) else None,
             device=generation.device.name,
         )
-        return lambda arrays: mla.attend_latent(**arrays, **static), arrays
+        if self.writes:
+            arrays |= dict(latent=shape(tokens, self.latent), k_rope=shape(tokens, self.rope), slots=i32(tokens))
+        attend = mla.write_attend_latent if self.writes else mla.attend_latent
+        return lambda arrays: attend(**arrays, **static), arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +210,20 @@ def _attention_cases() -> list[Attention]:
     cases += [Attention(q_len=q_len, mask=mask, **everything) for q_len, mask in ((1, "causal"), (16, "tree"))]
     cases += [Attention(seqs=1, q_len=8192, kv_len=8192, dim=dim) for dim in (64, 128, 256)]
     cases += [Attention(seqs=1, q_len=2048, kv_len=8192, dim=192, v_dim=128, kv_heads=16, group=1, mask="full")]
-    cases += [Attention(kv_dtype=kind, page=32) for kind in ("int8", "float8_e4m3fn", "float8_e5m2")]
+    narrow = ("int8", "float8_e4m3fn", "float8_e5m2")
+    cases += [Attention(kv_dtype=kind, page=32) for kind in narrow]
+    cases += [Attention(kv_dtype=kind, page=32, token_scales=True, writes=True) for kind in narrow]
+    cases += [Attention(kv_dtype="int8", page=5, token_scales=True), Attention(kv_dtype="int8", page=8, writes=True)]
+    # a step's own keys written: pages as rows and as words, every head width and few heads, chains and trees
+    cases += [Attention(page=page, writes=True) for page in (1, 3, 8, 16, 64, 256)]
+    cases += [Attention(kv_heads=heads, dim=dim, writes=True) for heads, dim in ((1, 64), (2, 80), (3, 96), (8, 256))]
+    cases += [Attention(q_len=8, mask=mask, writes=True) for mask in ("causal", "tree")]
+    cases += [Attention(dtype="float32", kv_heads=2, q_len=8, writes=True), Attention(kv_heads=1, page=3, q_len=256)]
+    # a million tokens of context, and 2048 requests of 4096 (heads of one of four shards, and all in 8 bits)
+    cases += [Attention(seqs=1, kv_len=1 << 20, page=page, kv_heads=4, writes=True) for page in (16, 128)]
+    cases += [Attention(seqs=1, kv_len=1 << 20, q_len=2048, kv_heads=4, page=128)]
+    cases += [Attention(seqs=2048, kv_heads=2, page=page, writes=True) for page in (16, 128)]
+    cases += [Attention(seqs=2048, kv_heads=2, kv_dtype="float8_e4m3fn", page=32, q_len=8, mask="tree", writes=True)]
     return cases
 
 
@@ -212,6 +239,11 @@ KERNELS: dict[str, Callable[[], list]] = {
         *(Latent(seqs=1, q_len=512, kv_len=8192), Latent(heads=8, page=16), Latent(heads=64, latent=256, rope=32)),
         Latent(heads=16, dtype="float32"),
         *(Latent(page=1), Latent(heads=16, page=3), Latent(heads=16, page=8), Latent(heads=16, page=128, q_len=8)),
+        *(Latent(heads=heads, packed=True, writes=True) for heads in (16, 128)),
+        *(Latent(page=page, packed=True, writes=True) for page in (1, 16)),
+        *(Latent(heads=16, q_len=8, mask="tree", packed=packed, writes=True) for packed in (False, True)),
+        *(Latent(heads=20, latent=192, rope=192, packed=True), Latent(heads=16, page=3, writes=True)),
+        *(Latent(heads=16, seqs=1, kv_len=1 << 20, writes=True), Latent(heads=16, seqs=2048, packed=True, writes=True)),
     ],
     "tpu/merge_states": lambda: [
         *(Merge(), Merge(v_dim=64), Merge(v_dim=256), Merge(2, 64 * 128, 512), Merge(16, 24, 80), Merge(33, 130, 64)),
@@ -233,11 +265,18 @@ class Target:
         """
         with self._compiler.described():
             function, arrays = case.build(self._generation)
-        compiled = self._compiler.compile(function, arrays)
-        for name in ("k_pages", "pages"):
-            if name in arrays:
-                _check_pool(compiled.as_text(), name, arrays[name])
+        name = next((name for name in ("k_pages", "pages") if name in arrays), None)
+        pool = {name: arrays.pop(name)} if name else {}
+        donate = (1,) if getattr(case, "writes", False) else ()
+        compiled = self._compiler.compile(lambda rest, pool: function(rest | pool), (arrays, pool), donate=donate)
         memory = compiled.memory_analysis()
+        if name:
+            _check_pool(compiled.as_text(), name, pool[name])
+            size = pool[name].size * pool[name].dtype.itemsize
+            if donate and memory.alias_size_in_bytes < size:
+                raise RuntimeError(
+                    f"{name} is not written in place: {memory.alias_size_in_bytes} bytes alias of {size}"
+                )
         return f"{memory.temp_size_in_bytes} bytes of HBM, {memory.generated_code_size_in_bytes} of code", False
 
 
@@ -247,7 +286,8 @@ _DTYPES |= {"float8_e4m3fn": "f8e4m3fn", "float8_e5m2": "f8e5m2"}
 
 def _check_pool(text: str, name: str, pool: jax.ShapeDtypeStruct) -> None:
     shape = f"= {_DTYPES[pool.dtype.name]}[{','.join(map(str, pool.shape))}]"
-    made = [line.strip()[:100] for line in text.splitlines() if shape in line and " parameter(" not in line]
+    same = (" parameter(", " bitcast(", " get-tuple-element(")
+    made = [line.strip()[:100] for line in text.splitlines() if shape in line and not any(op in line for op in same)]
     if made:
         raise RuntimeError(f"{name} is copied before the kernel: {made[0]}")
 

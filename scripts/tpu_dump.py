@@ -14,6 +14,7 @@ _BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +([A-Z]{2})? *: >* *\{")
 _BRANCH = re.compile(r"sbr\.rel (?:\((!?%\w+)\) )?target = \$region(\d+)")
 _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _VMEM = re.compile(r"#allocation\d+ \[.*space=vmem, size = (0x[0-9a-f]+)")
+_START = re.compile(r"= dma\.(?:hbm_to_vmem|general)\b")
 _DELAY = 4  # bundles after a branch that still run
 _TESTED = 8  # predicates of several branches that are told apart
 
@@ -29,6 +30,7 @@ class Loop:
     bundles: int  # of the steady path
     all_bundles: int  # of the loop, skipped code included
     matmuls: int  # instructions that feed a matrix unit
+    copies: int  # bundles that start copies in loops within it, `bundles` included
     used: dict[str, int]  # slots, by unit
     capacity: dict[str, int]  # slots a bundle
     spills: int  # vector registers stored and loaded again in the loop
@@ -52,19 +54,21 @@ def kernels(folder: Path) -> list[str]:
     return sorted(match[1] for match in found if match and match[1] != "TLP" and not match[1].startswith("<"))
 
 
-def steady_loop(folder: Path, kernel: str) -> Loop:
+def steady_loop(folder: Path, kernel: str, copies: int = 0) -> Loop:
     """The steady-state loop of the one kernel whose name contains `kernel`; of several, the one with most products.
 
+    Args: copies: from HBM to vector memory that a trip starts. Those that the path does not start are taken from the
+      loops within that do, as often as they must run, in the way that takes the fewest bundles.
     Raises: ValueError if there is none, or it makes no products.
     """
-    loops = [_of(folder, name) for name in kernels(folder) if kernel in name]
+    loops = [_of(folder, name, copies) for name in kernels(folder) if kernel in name]
     loops = [loop for loop in loops if loop is not None]
     if not loops:
         raise ValueError(f"no kernel named like {kernel!r} makes products; the dump has {', '.join(kernels(folder))}")
     return max(loops, key=lambda loop: loop.matmuls)
 
 
-def _of(folder: Path, name: str) -> Loop | None:
+def _of(folder: Path, name: str, copies: int) -> Loop | None:
     texts, begins = _bundles(_only(folder, name, "final_bundles").read_text())
     units, capacity, rows = _utilization(_only(folder, name, "final_hlo-static-per-bundle-utilization").read_text())
     products = [text.count("vmatmul") for text in texts]
@@ -72,12 +76,21 @@ def _of(folder: Path, name: str) -> Loop | None:
         return None
     if len(rows) != len(texts):
         raise ValueError(f"{name}: {len(texts)} bundles but {len(rows)} rows of use: the dump reads differently")
-    first, end = _innermost(texts, begins, products)
+    loops = _loops(texts, begins)
+    first, end = _innermost(loops, products)
     path = _steady(texts, products, first, end)
+    within = [x for x in loops if first < x[0] and x[1] <= end]
+    starts = [len(_START.findall(text)) for text in texts]
+    missing = copies - sum(starts[i] for i in path if not any(a <= i < b for a, b in within))
+    copying = [(b - a, sum(starts[a:b])) for a, b in within if sum(starts[a:b])]
+    more = min((-(-missing // made) * size for size, made in copying), default=0) if missing > 0 else 0
+    if missing > 0 and not copying:
+        raise ValueError(f"{name}: a trip starts {copies - missing} copies of {copies}: the dump reads differently")
     used = {unit: sum(rows[i][at] for i in path) for at, unit in enumerate(units)}
     return Loop(
         kernel=name,
-        bundles=len(path),
+        bundles=len(path) + more,
+        copies=more,
         all_bundles=end - first,
         matmuls=sum(products[i] for i in path),
         used=used,
@@ -114,8 +127,8 @@ def _utilization(text: str) -> tuple[list[str], list[int], list[list[int]]]:
     return units, [int(x) for x in lines[2].split()], rows
 
 
-def _innermost(texts: list[str], begins: list[bool], products: list[int]) -> tuple[int, int]:
-    # the loop with most products outside of loops within it; all of the kernel where there is no loop
+def _loops(texts: list[str], begins: list[bool]) -> list[tuple[int, int]]:
+    # first bundle of each loop, and one past its last
     back = {}
     for i, text in enumerate(texts):
         for _, region in _BRANCH.findall(text):
@@ -125,12 +138,16 @@ def _innermost(texts: list[str], begins: list[bool], products: list[int]) -> tup
         ends = [back[int(r)] for r in _REGION.findall(texts[first]) if back.get(int(r), -1) >= first]
         if ends:
             loops.append((first, min(max(ends) + _DELAY + 1, len(texts))))
+    return loops
 
+
+def _innermost(loops: list[tuple[int, int]], products: list[int]) -> tuple[int, int]:
+    # the loop with most products outside of loops within it; all of the kernel where there is no loop
     def own(loop):
         within = [x for x in loops if loop[0] < x[0] and x[1] <= loop[1]]
         return sum(n for i, n in enumerate(products[slice(*loop)], loop[0]) if not any(a <= i < b for a, b in within))
 
-    return max(loops, key=own) if any(map(own, loops)) else (0, len(texts))
+    return max(loops, key=own) if any(map(own, loops)) else (0, len(products))
 
 
 def _steady(texts: list[str], products: list[int], first: int, end: int) -> list[int]:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from tpu_target import Generation
 
+from pallas_kernels.attention.tpu_config import Config
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
@@ -28,6 +30,7 @@ class Call:
     cores: int = 1  # that share the trips
     donate: tuple[int, ...] = ()
     sizes: str = ""  # block sizes, as text
+    copies: int = 0  # from HBM that a trip starts
     hbm_bytes: int | None = None  # what the kernel moves, where its layout is wider than the work
 
 
@@ -67,6 +70,9 @@ class Heads:
     q_heads: int = 32
     kv_heads: int = 8
     dim: int = 128
+    page: int = 128
+    tree: bool = False  # whether the new tokens are nodes of a tree
+    config: Config | None = None  # sizes to compare; None: those that a call chooses
 
     @property
     def tokens(self) -> int:
@@ -113,6 +119,13 @@ class Latents:
 
 
 DECODE = Heads(name="decode 64 x 4096, 32/8 heads of 128")
+DECODES = tuple(
+    Heads(name=f"decode 64 x 4096, {4 * heads}/{heads} heads of {dim}", q_heads=4 * heads, kv_heads=heads, dim=dim)
+    for heads, dim in ((1, 128), (2, 128), (3, 128), (1, 64), (8, 64), (8, 80), (8, 96), (8, 256))
+)
+DECODE_16 = Heads(name="decode 64 x 4096, 32/8 heads of 128, pages of 16", page=16)
+VERIFY = Heads(name="verify 64 x 8 on 4096, 32/8 heads of 128", q_len=8)
+TREE = Heads(name="tree of 8, 64 on 4096, 32/8 heads of 128", q_len=8, tree=True)
 PREFILL = Heads(name="prefill 1 x 8192, 32/8 heads of 128", seqs=1, q_len=8192, kv_len=8192)
 MLA_DECODE = Latents(name="MLA decode 64 x 4096, 128 heads")
 MLA_DECODE_16 = Latents(name="MLA decode 64 x 4096, 16 heads", heads=16)

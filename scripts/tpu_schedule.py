@@ -97,7 +97,7 @@ def _child(index: int, name: str, folder: Path) -> dict:
     except NotImplementedError as error:
         return {"skipped": str(error)}
     compiler.compile(call.function, call.arrays, donate=call.donate)
-    loop = steady_loop(folder, call.inside)
+    loop = steady_loop(folder, call.inside, call.copies)
     return _result(row, call, loop, generation)
 
 
@@ -120,6 +120,7 @@ def _result(row, call, loop: Loop, generation) -> dict:
         trips=call.trips,
         cores=min(call.cores, device.cores),
         bundles=loop.bundles,
+        bundles_of_copies=loop.copies,
         bundles_with_skipped=loop.all_bundles,
         matmuls=loop.matmuls,
         shares={unit: round(share, 3) for unit, share in loop.shares.items()},
@@ -127,6 +128,7 @@ def _result(row, call, loop: Loop, generation) -> dict:
         spills=loop.spills,
         vmem_bytes=loop.vmem_bytes,
         **{key: round(value, 2) for key, value in times.items()},
+        bundles_over_hbm=round(times["bundles_us"] / times["hbm_us"], 3),
         bound_us=round(max(times.values()), 2),
         bound_by=max(times, key=lambda key: times[key]).removesuffix("_us"),
         versions={name: metadata.version(name) for name in ("jax", "libtpu", *filter(None, [row.needs]))},

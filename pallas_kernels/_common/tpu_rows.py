@@ -96,6 +96,12 @@ class Row:
         wide = max(round_up(at + heads * dim, LANES) - at // LANES * LANES for at in starts)
         return min((base + head * dim) // LANES * LANES, self.lanes - wide), wide
 
+    def window_of_tile(self, side: str, tile: jax.Array, heads: int) -> tuple[jax.Array, int]:
+        """`window` of the heads from tile * heads on, where the tile is traced."""
+        _, wide = self.window(side, 0, heads)
+        first = self.offset(side, 0) + tile * (heads * (self.k_dim if side == "k" else self.v_dim))
+        return jnp.minimum(first // LANES * LANES, self.lanes - wide), wide
+
     def offset(self, side: str, head: int) -> int:
         """First lane of a head."""
         return head * self.k_dim if side == "k" else self.kv_heads * self.k_dim + head * self.v_dim
@@ -183,6 +189,10 @@ class LatentRow(Row):
 
     def window(self, side: str, head: int, heads: int) -> tuple[int, int]:
         return 0, round_up(self.k_dim if side == "k" else self.v_dim, LANES)
+
+    def window_of_tile(self, side: str, tile: jax.Array, heads: int) -> tuple[jax.Array, int]:
+        base, wide = self.window(side, 0, heads)
+        return jnp.full_like(tile, base), wide  # all heads read the same lanes
 
     def offset(self, side: str, head: int) -> int:
         return 0

@@ -2,12 +2,16 @@
 # Settings are passed on as mappings, which the checker cannot follow.
 # pyright: reportArgumentType=false
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.attention.tpu_records import FIELDS, Item, Refs, Static
+
+_TOGETHER = 16  # pages whose copies start in one basic block
 
 
 def table_copy(static: Static, refs: Refs, seq, j, slot):
@@ -61,16 +65,22 @@ def start_block(static: Static, refs: Refs, item: Item, j, slot, table) -> None:
     base = lax.rem(j * pages, static.table_chunk)
     first, last = _held_pages(static, item, j)
 
-    def start(i, _):
-        page = refs.table_smem[table, 0, base + i] + refs.counts[1]
-        _page_copy(static, refs, i, page, slot).start()
+    offset = refs.counts[1]
+
+    def start(group, _, several=1):
+        # ids first: a load of scalar memory would wait for the copy before it
+        rows = [group * several + i for i in range(several)]
+        ids = [refs.table_smem[table, 0, base + i] + offset for i in rows]
+        for i, page in zip(rows, ids, strict=True):
+            _page_copy(static, refs, i, page, slot).start()
         return 0
 
     whole = (first == 0) & (last == pages)
+    several = min(pages, _TOGETHER)
 
     @pl.when(whole)
     def _():
-        lax.fori_loop(0, pages, start, 0, unroll=min(pages, 16))
+        lax.fori_loop(0, pages // several, functools.partial(start, several=several), 0)
 
     @pl.when(jnp.logical_not(whole))
     def _():

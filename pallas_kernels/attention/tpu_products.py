@@ -109,14 +109,12 @@ def attend_block(static: Static, refs: Refs, item: Item, j, slot, place, scales,
 def _window(static: Static, refs: Refs, side: str, tile, slot, keys):
     # keys or values of a tile's heads, [keys, lanes of the window]
     heads, row = static.config.heads, static.row
-    base, wide = row.window(side, 0, heads)
     if isinstance(tile, int):
-        base, _ = row.window(side, tile * heads, heads)
-        lanes = pl.ds(base, wide)
+        base, wide = row.window(side, tile * heads, heads)
     else:
-        dim = heads * (row.k_dim if side == "k" else row.v_dim)
-        at = (row.offset(side, 0) + tile * dim) // LANES * LANES
-        lanes = pl.ds(pl.multiple_of(jnp.minimum(at, row.lanes - wide), LANES), wide)
+        base, wide = row.window_of_tile(side, tile, heads)
+        base = pl.multiple_of(base, LANES)
+    lanes = pl.ds(base, wide)
     held = refs.kv[slot, keys, lanes]
     return (held if static.held == static.kind else pltpu.bitcast(held, static.kind)).astype(static.compute)
 
