@@ -11,6 +11,7 @@ from collections.abc import Callable
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.experimental.pallas.tpu as pltpu
 
+import pallas_kernels.attention.gpu as attention_gpu
 import pallas_kernels.attention.mosaic_gpu_sm90_forms as attention_sm90
 import pallas_kernels.attention.tpu as attention_tpu
 import pallas_kernels.attention.tpu_ragged as attention_tpu_ragged
@@ -19,9 +20,11 @@ import pallas_kernels.attention.xla as attention_xla
 import pallas_kernels.kv_write.mosaic_gpu_sm90 as kv_write_sm90
 import pallas_kernels.kv_write.tpu as kv_write_tpu
 import pallas_kernels.kv_write.xla as kv_write_xla
+import pallas_kernels.merge_states.gpu as merge_gpu
 import pallas_kernels.merge_states.mosaic_gpu_sm90 as merge_sm90
 import pallas_kernels.merge_states.tpu as merge_tpu
 import pallas_kernels.merge_states.xla as merge_xla
+import pallas_kernels.mla.gpu as mla_gpu
 import pallas_kernels.mla.mosaic_gpu_sm90 as mla_sm90
 import pallas_kernels.mla.tpu as mla_tpu
 import pallas_kernels.mla.xla as mla_xla
@@ -80,6 +83,7 @@ KERNELS: tuple[KernelRow, ...] = (
         provides=_ALL_MHA,
         function=merge_sm90.merge_states,
         interpreted=functools.partial(merge_sm90.merge_states, interpret=plgpu.InterpretGPUParams()),
+        when_asked=True,
     ),
     KernelRow(
         set="hopper",
@@ -89,9 +93,34 @@ KERNELS: tuple[KernelRow, ...] = (
         interpreted=mla_xla.attend_latent,
         when_asked=True,
     ),
-    KernelRow(set="gpu", op="attend", provides=_BASE | _MODEL | {Feature.TREE, Feature.FP8_KV}),
-    KernelRow(set="gpu", op="write_kv", provides=_ALL_MHA),
-    KernelRow(set="gpu", op="merge_states", provides=_ALL_MHA),
+    KernelRow(
+        set="gpu",
+        op="attend",
+        provides=_ALL_MHA,
+        function=attention_gpu.paged_attention,
+        ragged=attention_gpu.ragged_attention,
+        interpreted=attention_xla.paged_attention,  # the interpreter goes through the programs one by one
+        ragged_interpreted=attention_xla.ragged_attention,
+        when_asked=True,
+    ),
+    # XLA's own scatter is one kernel, in place.
+    KernelRow(set="gpu", op="write_kv", provides=_ALL_MHA, function=kv_write_xla.write_kv),
+    KernelRow(
+        set="gpu",
+        op="merge_states",
+        provides=_ALL_MHA,
+        function=merge_gpu.merge_states,
+        interpreted=functools.partial(merge_gpu.merge_states, interpret=True),
+        when_asked=True,
+    ),
+    KernelRow(
+        set="gpu",
+        op="attend_latent",
+        provides=_ALL_MLA,
+        function=mla_gpu.attend_latent,
+        interpreted=mla_xla.attend_latent,
+        when_asked=True,
+    ),
     KernelRow(
         set="tpu",
         op="attend",

@@ -84,7 +84,8 @@ def resolve(
       policy: a name of `jattn.backends.POLICIES`; None takes the platform's default.
       platform: a row or a name of `PLATFORMS`; None asks the device once.
       page_size, topk: checked against what the policy allows, where given.
-      include_declared: decide as if declared kernels existed: for tests of a platform that is not at hand.
+      include_declared: decide as if declared kernels existed, and all had run on their device: for tests of a platform
+        that is not at hand.
       prefer: kernel sets to try first, as ("hopper",); the policy's and the platform's order follow. A kernel that has
         not run on its device yet is chosen only so.
       num_splits: split-KV parts, merged by the `merge_states` kernel.
@@ -197,7 +198,7 @@ def _first(op, order, needs, include_declared, prefer) -> tuple[KernelRow | None
             reasons.append(f"{row.name} lacks {', '.join(missing)}")
         elif row.function is None and not include_declared:
             reasons.append(f"{row.name} is declared, not written yet")
-        elif row.when_asked and row.set not in prefer:
+        elif row.when_asked and row.set not in prefer and not include_declared:
             reasons.append(f"{row.name} has not run on a device yet: ask for it with prefer=({row.set!r},)")
         else:
             return row, reasons

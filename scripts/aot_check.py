@@ -1,7 +1,8 @@
 """Compile every kernel for devices that are not here, at the shapes of real models, and report what compilers say.
 
-GPU: needs the CUDA plug-in and NVIDIA's compiler wheels at the plug-in's own jax version (extra `aot-cuda`), and no
-GPU; reports registers and spills. TPU: needs libtpu (extra `aot-tpu`), and no TPU; reports memory.
+cuda (Hopper's kernels) and gpu (the portable set): need the CUDA plug-in and NVIDIA's compiler wheels at the plug-in's
+own jax version (extra `aot-cuda`), and no GPU; cuda reports registers and spills, gpu lowers for ROCm too. tpu: needs
+libtpu (extra `aot-tpu`), and no TPU; reports memory.
 
     uv run --isolated --extra aot-cuda scripts/aot_check.py --platform cuda --summary
     uv run --isolated --extra aot-tpu scripts/aot_check.py --platform tpu --summary
@@ -21,18 +22,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 def main() -> int:
     """Compile all, print a line each (or failures alone), and the count."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--platform", choices=("cuda", "tpu"), default="cuda")
+    parser.add_argument("--platform", choices=("cuda", "gpu", "tpu"), default="cuda")
     parser.add_argument("--summary", action="store_true", help="print failures, spills and the last line only")
     parser.add_argument("--only", default="", help="kernels whose name or case contains this")
-    parser.add_argument("--generations", default="", help="TPU generations, comma between them; all by default")
+    parser.add_argument("--generations", default="", help="TPUs or GPUs, comma between them; all by default")
     parser.add_argument(
-        "--subset", type=int, default=1, metavar="N", help="TPU: every Nth case, another N each generation"
+        "--subset", type=int, default=1, metavar="N", help="TPU, gpu: every Nth case, another N each generation"
     )
     args = parser.parse_args()
     if args.platform == "cuda":
         import aot_cuda as aot
 
         targets = aot.targets()
+    elif args.platform == "gpu":
+        import aot_gpu as aot
+
+        targets = aot.targets(args.generations)
     else:
         import aot_tpu as aot
 

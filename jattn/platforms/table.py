@@ -20,11 +20,13 @@ def _evidence(**levels: Evidence) -> dict[str, Evidence]:
 _DECLARED, _LOWERED = Evidence.DECLARED, Evidence.LOWERED
 _CPU = _evidence(xla=Evidence.MEASURED)
 _CPU_AMX = _evidence(xla=_LOWERED)
-_GPU = _evidence(gpu=_DECLARED, xla=_LOWERED)
-_HOPPER = _evidence(gpu=_DECLARED, xla=_LOWERED) | {
+_PORTABLE = ("gpu/attend", "gpu/merge_states", "gpu/attend_latent")
+_ROCM = _evidence(xla=_LOWERED) | dict.fromkeys((*_PORTABLE, "gpu/write_kv"), _LOWERED)
+_GPU = _ROCM | dict.fromkeys(_PORTABLE, Evidence.COMPILED)
+_HOPPER = _GPU | {
     "hopper/attend": Evidence.MEASURED,
     "hopper/write_kv": Evidence.MEASURED,
-    "hopper/merge_states": _LOWERED,
+    "hopper/merge_states": Evidence.COMPILED,
     "hopper/attend_latent": Evidence.COMPILED,
 }
 _TPU = _evidence(tpu=Evidence.COMPILED, xla=_LOWERED)
@@ -91,7 +93,7 @@ _ROWS = (
         hbm_gbps=5300,
         bf16_tflops=1307,
         kernel_sets=("gpu", "xla"),
-        evidence=_GPU,
+        evidence=_ROCM,
     ),
     Platform(
         name="rocm-gfx950",
@@ -102,7 +104,7 @@ _ROWS = (
         hbm_gbps=8000,
         bf16_tflops=2517,
         kernel_sets=("gpu", "xla"),
-        evidence=_GPU,
+        evidence=_ROCM,
     ),
     Platform(
         name="tpu-v4",

@@ -33,6 +33,11 @@ def width(pages: jax.Array, latent_dim: int) -> int:
     return latent_dim + (key_entries // 2 if is_bits else key_entries)
 
 
+def kind(pages: jax.Array) -> jnp.dtype:
+    """Dtype of a pool's latents: e4m3 where rows are bytes."""
+    return _E4M3 if pages.dtype == jnp.uint8 else pages.dtype
+
+
 def pack(latent: jax.Array, k_rope: jax.Array, dtype) -> jax.Array:
     """Rows [tokens, row] of a pool of `dtype` from latents [tokens, latent_dim] and keys [tokens, rope_dim]."""
     if dtype != jnp.uint8:

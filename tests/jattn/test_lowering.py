@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 import jattn
 from jattn import AttnSpec, ForwardMode, MLACache, MLASpec, PagedKV, make_plan
@@ -93,7 +94,12 @@ def latent_call(op: str, choice):
 
 
 def lower(function, args, kind: str) -> str:
-    return jax.jit(function).trace(*args).lower(lowering_platforms=(kind,)).as_text()
+    if kind != "rocm":
+        return jax.jit(function).trace(*args).lower(lowering_platforms=(kind,)).as_text()
+    # Pallas asks a device for its kind before it lowers for Triton.
+    device = AbstractDevice(device_kind="gfx942", num_cores=304, platform=kind)
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=(kind,)).as_text()
 
 
 def write_attend(spec, choice, mask, q, k, v, cache, plan, sinks):

@@ -216,10 +216,9 @@ def test_declared_rows_are_chosen_where_asked_for(platform):
 
 def test_a_declared_row_is_still_passed_over_for_a_feature_it_lacks():
     choice = resolve(AttnSpec(**HEADS, kv_dtype="int8"), "native", "cuda-sm90", include_declared=True)
-    assert choice.row("attend").name == "xla/attend"
+    assert choice.row("attend").name == "gpu/attend"
     assert choice.skipped == (
         "hopper/attend lacks int8_kv, per_token_scales",
-        "gpu/attend lacks int8_kv, per_token_scales",
         "hopper/write_kv lacks int8_kv, per_token_scales",
     )
 
@@ -229,8 +228,8 @@ def test_preferred_sets_come_before_the_platforms_own():
     assert choice.row("merge_states").name == "hopper/merge_states"
     assert choice.row("attend").name == "hopper/attend"
     choice = resolve(SPEC, "native", "cpu", prefer=("gpu",))
-    assert choice.row("attend").name == "xla/attend"
-    assert "gpu/attend is declared, not written yet" in choice.skipped
+    assert choice.row("attend").name == "gpu/attend"
+    assert resolve(SPEC, "native", "cuda-sm80").row("attend").name == "xla/attend"
 
 
 def test_a_policys_preference_never_brings_in_a_set_of_another_platform():
