@@ -58,7 +58,8 @@ _FIELDS: dict[str, tuple[type, str]] = {
     "num_draft_tokens": (int, "nodes of a draft tree, the newest token included"),
     "draft_model": (
         str,
-        "draft model, as --model (default: the model itself); with --draft eagle the folder of a head",
+        "draft model, as --model (default: the model itself); with --draft eagle the folder of a head (default: the "
+        "one that comes with the package)",
     ),
     "draft_layers": (int, "first layers of the draft model that draft (default: all)"),
     "temperature": (float, "0 is greedy"),

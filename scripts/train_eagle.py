@@ -1,19 +1,27 @@
 """Train an EAGLE-3 head for a model on answers that the model itself writes; each stage resumes where it stopped.
 
-    python scripts/train_eagle.py answers --prompts prompts.jsonl --own 2000 --dir work
+    python scripts/train_eagle.py answers --dir work --prompts stubs.jsonl --without question.jsonl HumanEval.jsonl.gz
     python scripts/train_eagle.py train --dir work --minutes 8
+    python scripts/train_eagle.py train --dir work --minutes 8 --finish
+    python scripts/train_eagle.py measure --dir work --eval question.jsonl HumanEval.jsonl.gz
     python scripts/train_eagle.py export --dir work --to head
 
-`answers` writes work/answers-*.npz, a part at a time: greedy answers to the prompts (a JSON object a line with
-`prompt`), and with --own to as many that the model writes itself behind its chat template's opening. `train` keeps
-work/state.npz and work/log.jsonl; run it again to go on. `export` writes the head as `--draft eagle --draft-model`
-reads it, in bfloat16, with its record, and a plot of the loss and of the drafts that are right.
+`answers` writes work/answers-*.npz, a part at a time: messages that the model writes itself where a user would, given
+prompts (a JSON object a line with `prompt`), function heads cut from its own answers, and its answers to all of them.
+What shares 13 tokens with a prompt of --without is left out. `train` keeps work/state.npz and work/log.jsonl; run it
+again to go on, and with --finish to let the learning rate fall to zero over this run. `measure` lets the model answer
+the prompts of --eval in float32 and says how many tokens a round would give with chains of drafts. `export` writes the
+head as `--draft eagle --draft-model` reads it, in bfloat16, with its record, and a plot of its curves.
 """
 
 import argparse
+import collections
+import hashlib
 import json
 import platform
+import re
 import time
+from collections import deque
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +33,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import rich.progress
+from eval_prompts import grams, read_eval
 from flax import nnx
 
 from jattn.cli import read_prompts
@@ -33,142 +42,188 @@ from jattn.loaders.draft_heads import write_head
 from jattn.models.config import ModelConfig
 from jattn.models.draft_head import DraftHead, Eagle3
 from jattn.resolve import resolve
-from jattn.sampling import SamplerConfig
-from jattn.serving.engine import Engine
 from jattn.serving.loaded import LoadedModel, Options, load
-from jattn.serving.request import Request
 from jattn.spec import AttnSpec
-from jattn.training import Progress, Texts, Trainer
+from jattn.training import Packed, Progress, Texts, Trainer, Writer, mean_accepted
+from jattn.training.dense import check_dense, grouped, has_fused
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the backend is chosen)
 
-PART = 256  # prompts a file of answers
+# How a message begins that the model goes on with, drawn: nothing, a word or two, or what asks for a function.
+PLAIN = (
+    "Write a|What is|What are|How do I|How can|Explain|Why|Can you|Compose|Describe|Give me|I need|Create|Imagine|"
+    "Suppose|Solve|Calculate|Given|If|Who|Pretend|Act as|Compare|List|Discuss|Help me|Design|Summarize the following|"
+    "Extract|Identify|Analyze|Rewrite|Edit the following|Which|The|A|My|Please|Consider|Tell me about"
+).split("|")
+CODE = (
+    "Write a Python function|Write a Python function that takes|Write a function with a docstring|Write a Python "
+    "function that returns|Create a Python function|Implement a function|Write a Python program|Write a Python "
+    "function with type hints and a docstring that|Develop a Python function|Write a Python function to check|Write "
+    "a Python function named"
+).split("|")
+SHARES = {"nothing": 0.35, "plain": 0.2, "code": 0.45}
+OWN_TOKENS = 96  # of such a message, at most
+# a function's head with its docstring, as a code block of an answer begins
+STUB = re.compile(r"```python\n((?:(?:from|import) [^\n]*\n|\n)*def \w+\([^\n]*:\n\s+\"\"\".*?\"\"\"\n)", re.DOTALL)
+WARM_UP = 100  # steps
 
 
 def main() -> None:
     """Run one stage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=("answers", "train", "export"))
+    parser.add_argument("stage", choices=("answers", "train", "measure", "export"))
     parser.add_argument("--dir", type=Path, required=True, help="what is kept between runs")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", help="of the target; default: float32 on a CPU, else bfloat16")
     parser.add_argument("--minutes", type=float, default=9.0, help="end the stage after this, what is done is kept")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prompts", type=Path, nargs="*", default=[], help="answers: files of prompts")
-    parser.add_argument("--own", type=int, default=0, help="answers: prompts that the model writes itself")
-    parser.add_argument("--new-tokens", type=int, default=256, help="answers: tokens an answer, at most")
-    parser.add_argument("--batch", type=int, default=64, help="answers: requests that run together")
-    parser.add_argument("--size", type=int, default=32, help="train: texts a step")
-    parser.add_argument("--length", type=int, default=384, help="train: tokens a text")
-    parser.add_argument("--steps", type=int, default=6000, help="train: steps in all, for the schedule")
+    parser.add_argument("--without", type=Path, nargs="*", default=[], help="answers: what to keep out, as --eval")
+    parser.add_argument("--parts", type=int, default=16, help="answers: files; each has some two batches of texts")
+    parser.add_argument("--batch", type=int, default=2048, help="answers: texts that are written together")
+    parser.add_argument("--prompt-tokens", type=int, default=208, help="answers: longest prompt, template included")
+    parser.add_argument("--new-tokens", type=int, default=160, help="answers: tokens of most answers")
+    parser.add_argument("--long-tokens", type=int, default=240, help="answers: tokens of the answers of each 4th part")
+    parser.add_argument("--size", type=int, default=48, help="train: rows a step")
+    parser.add_argument("--length", type=int, default=512, help="train: tokens a row")
     parser.add_argument("--unroll", type=int, default=5, help="train: draft steps that are unrolled")
-    parser.add_argument("--rate", type=float, default=1e-3, help="train: highest learning rate")
+    parser.add_argument("--rate", type=float, default=2e-3, help="train: highest learning rate")
+    parser.add_argument("--finish", action="store_true", help="train: the learning rate falls to zero in this run")
     parser.add_argument("--drafted", type=int, default=8192, help="train: tokens of the head's vocabulary")
     parser.add_argument("--ffn-dim", type=int, help="train: width of the head's MLP; default: the model's")
+    parser.add_argument("--plain-attention", action="store_true", help="train: no cuDNN in the target")
+    parser.add_argument("--eval", type=Path, nargs="*", default=[], help="measure: MT-Bench's and HumanEval's files")
+    parser.add_argument("--eval-tokens", type=int, default=128, help="measure: tokens an answer")
     parser.add_argument("--to", type=Path, help="export: folder of the head")
     args = parser.parse_args()
     args.dir.mkdir(parents=True, exist_ok=True)
-    {"answers": answers, "train": train, "export": export}[args.stage](args)
+    {"answers": answers, "train": train, "measure": measure, "export": export}[args.stage](args)
 
 
 def answers(args: argparse.Namespace) -> None:
     """Prompts in, texts of the target out, a part a file."""
     loaded = load(Options(model=args.model, dtype=args.dtype))
     end = time.monotonic() + 60 * args.minutes
-    given = [row for path in args.prompts for row in read_prompts(path)]
-    parts: list[tuple[str, list[Any] | int]] = [
-        (f"answers-given-{at:04}.npz", given[start : start + PART])
-        for at, start in enumerate(range(0, len(given), PART))
-    ]
-    parts += [(f"answers-own-{at:04}.npz", min(PART, args.own - at * PART)) for at in range(-(-args.own // PART))]
-    parts = [part for part in parts if not (args.dir / part[0]).exists()]
-    engine = _engine(loaded, args)
-    for name, prompts in rich.progress.track(parts, description="answers"):
+    # prompts that wait for a full batch: those given, then function heads cut from answers
+    waiting = deque(("given", row) for path in args.prompts for row in read_prompts(path))
+    held_out = grams(loaded.tokenizer.encode(text) for path in args.without for text in read_eval(path))
+    writer = _writer(loaded, args.batch, args.prompt_tokens, max(args.new_tokens, args.long_tokens))
+    for at in rich.progress.track(range(args.parts), description="answers"):
+        if (args.dir / f"answers-{at:04}.npz").exists():
+            _taken(waiting, args.batch)
+            continue
         if time.monotonic() > end:
-            print(f"time is up: {name} and later are for another run")
-            return
-        if isinstance(prompts, int):
-            prompts = _own_prompts(loaded, engine, prompts, seed=args.seed + 7919 * int(name[12:16]))
-        ids = [prompt if isinstance(prompt, list) else _asked(loaded, prompt) for prompt in prompts]
-        ids = [one for one in ids if len(one) + args.new_tokens <= engine.config.max_context]
-        done = _serve(engine, [_request(loaded, one, args.new_tokens) for one in ids])
-        Texts([np.asarray(a + b, np.int32) for a, b in zip(ids, done, strict=True)], [len(a) for a in ids]).save(
-            args.dir / name
-        )
+            print(f"time is up: parts from {at} on are for another run")
+            break
+        seed = args.seed + 7919 * at
+        new_tokens = args.long_tokens if at % 4 == 3 else args.new_tokens
+        temperature = 0.7 if at % 5 == 4 else 0.0
+        counts = collections.Counter()
+        ids: list[list[int]] = []
+        made: list[list[int]] = []
+        own = [("own", text) for text in _own_prompts(loaded, writer, args.batch, seed=seed)]
+        for prompts in (own, None):
+            if prompts is None:  # function heads of the answers just written wait with the others
+                texts = (loaded.tokenizer.decode(one) for one in made)
+                waiting.extend(("own stubs", found[1]) for found in map(STUB.search, texts) if found)
+                prompts = _taken(waiting, args.batch if len(waiting) >= args.batch or at == args.parts - 1 else 0)
+            asked = [(kind, _asked(loaded, text)) for kind, text in prompts]
+            asked = [(kind, one) for kind, one in asked if len(one) <= args.prompt_tokens]
+            kept = [(kind, one) for kind, one in asked if not held_out & grams([one])]
+            counts.update([kind for kind, _ in kept], **{"left out": len(asked) - len(kept)})
+            some = [one for _, one in kept]
+            ids += some
+            made += writer(some, temperature=temperature, seed=seed, new_tokens=new_tokens) if some else []
+        texts_of = [np.asarray(a + b, np.int32) for a, b in zip(ids, made, strict=True)]
+        Texts(texts_of, [len(one) for one in ids]).save(args.dir / f"answers-{at:04}.npz")
+        row = {"part": at, **counts, "answer tokens": sum(map(len, made)), "temperature": temperature}
+        with (args.dir / "texts.jsonl").open("a") as file:
+            file.write(json.dumps({**row, "new tokens": new_tokens}) + "\n")
+    for path in args.prompts:
+        note = {"prompts": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        if (record := path.with_suffix(".record.json")).exists():  # as train_prompts.py leaves it
+            note |= json.loads(record.read_text())
+        with (args.dir / "texts.jsonl").open("a") as file:
+            file.write(json.dumps(note) + "\n")
+
+
+def _taken(waiting: deque, most: int) -> list:
+    return [waiting.popleft() for _ in range(min(most, len(waiting)))]
+
+
+def _writer(loaded: LoadedModel, size: int, prompt_len: int, new_tokens: int) -> Writer:
+    return Writer(
+        loaded.model, size=size, prompt_len=prompt_len, new_tokens=new_tokens, stop_ids=tuple(loaded.tokenizer.eos_ids)
+    )
 
 
 def _asked(loaded: LoadedModel, text: str) -> list[int]:
     return loaded.tokenizer.encode(render_chat(loaded.metadata, [{"role": "user", "content": text}]))
 
 
-def _own_prompts(loaded: LoadedModel, engine: Engine, count: int, *, seed: int) -> list[str]:
+def _own_prompts(loaded: LoadedModel, writer: Writer, count: int, *, seed: int) -> list[str]:
     # what the model writes where a user would: the template up to the user's words
     mark = "\u241f"
     front = render_chat(loaded.metadata, [{"role": "user", "content": mark}]).partition(mark)[0]
-    ids = loaded.tokenizer.encode(front)
-    made = _serve(
-        engine,
-        [_request(loaded, ids, 64, temperature=1.0, top_p=0.95, seed=seed + i) for i in range(count)],
+    draw = np.random.default_rng(seed)
+    kinds = draw.choice(list(SHARES), count, p=list(SHARES.values()))
+    words = {"nothing": ("",), "plain": PLAIN, "code": CODE}
+    begun = [str(draw.choice(words[kind])) for kind in kinds]
+    made = writer(
+        [loaded.tokenizer.encode(front + words) for words in begun],
+        temperature=1.0,
+        min_p=0.05,
+        seed=seed,
+        new_tokens=OWN_TOKENS,
     )
-    texts = [loaded.tokenizer.decode(one).strip() for one in made]
-    return [text for text in texts if len(text) > 8]
-
-
-def _request(loaded: LoadedModel, ids: list[int], new_tokens: int, **sampled) -> Request:
-    stop_ids = tuple(loaded.tokenizer.eos_ids)
-    return Request(prompt_ids=ids, max_new_tokens=new_tokens, stop_ids=stop_ids, **sampled)
-
-
-def _engine(loaded: LoadedModel, args: argparse.Namespace) -> Engine:
-    context = -(-(args.new_tokens + 256) // loaded.page_size) * loaded.page_size
-    return Engine(
-        loaded.model,
-        num_layers=loaded.config.num_layers,
-        num_slots=args.batch,
-        num_pages=args.batch * context // loaded.page_size,
-        page_size=loaded.page_size,
-        max_context=context,
-        num_steps=0,
-        kind=loaded.platform.kind,
-        kv_dtype=loaded.model.embed.dtype,
-        sampler=SamplerConfig(random=args.own > 0),
-        prefill_rows=(2048,),
-    )
-
-
-def _serve(engine: Engine, requests: list[Request]) -> list[list[int]]:
-    sequences = [engine.submit(request) for request in requests]
-    for _ in engine.run():
-        pass
-    return [sequence.new_ids for sequence in sequences]
+    stops = set(loaded.tokenizer.eos_ids)
+    texts = [
+        (words + loaded.tokenizer.decode([token for token in one if token not in stops])).strip()
+        for words, one in zip(begun, made, strict=True)
+    ]
+    return [text for text in dict.fromkeys(texts) if len(text) > 8]
 
 
 def train(args: argparse.Namespace) -> None:
-    """Learn until the time or the steps are up."""
+    """Learn until the time is up."""
+    begun = time.monotonic()
     loaded = load(Options(model=args.model, dtype=args.dtype))
-    learn_from, judge_by = Texts.load(sorted(args.dir.glob("answers-*.npz"))).split(0.02)
+    learn_from, judge_by = Texts.load(sorted(args.dir.glob("answers-*.npz"))).split(0.01)
     settings = _settings(args, learn_from, loaded)
-    trainer = _trainer(loaded, settings)
-    progress = _resumed(args.dir, trainer.start)
-    start = int(progress.step)
+    check_dense(loaded.model)
+    half = loaded.model.embed.dtype != jnp.float32
+    fused = half and not args.plain_attention and all(has_fused(grouped(block).spec) for block in loaded.model.layers)
+    print(f"attention of the target: {'cuDNN' if fused else 'plain'}", flush=True)
+    trainer = _trainer(loaded, settings, fused=fused)
     size, length = settings["size"], settings["length"]
+    held = judge_by.packed(size, length, seed=0)
+    progress = _resumed(args.dir, trainer.begin(next(held)))
+    step = first = int(progress.step)
     # the order of texts depends on the step, so that a run that stopped goes on where it was
-    batches, held = learn_from.batches(size, length, seed=args.seed + start), judge_by.batches(size, length, seed=0)
-    end, log = time.monotonic() + 60 * args.minutes, args.dir / "log.jsonl"
+    rows = learn_from.packed(size, length, seed=args.seed + step)
+    log = args.dir / "log.jsonl"
     bar = rich.progress.Progress(*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
+    limit, losses, started = 60 * args.minutes, None, None
     with bar, log.open("a") as file:
-        task = bar.add_task("training", total=settings["steps"], completed=start)
-        for step in range(start + 1, settings["steps"] + 1):
-            progress, losses = trainer.train(progress, *next(batches))
-            if step % 50 == 0 or step == settings["steps"]:
-                judged = trainer.judge(progress, *next(held))
-                row = {"step": step, "train": _row(losses), "held": _row(judged), "seconds": round(time.time())}
+        task = bar.add_task("training", total=round(limit))
+        while (elapsed := time.monotonic() - begun) < limit:
+            rate = settings["rate"] * min(1.0, (step + 1) / WARM_UP)
+            started = elapsed if started is None and step > first + 1 else started  # behind the compilation
+            if args.finish and started is not None:
+                rate *= 1.0 - (elapsed - started) / (limit - started)
+            before, (progress, losses) = losses, trainer.train(progress, next(rows), rate)
+            step += 1
+            if before is not None:
+                jax.block_until_ready(before)  # one step in flight: time is what the rate goes by
+            if step % 50 == 0:
+                judged = trainer.judge(progress, next(held))
+                row = {"step": step, "rate": rate, "train": _row(losses), "held": _row(judged)}
+                row["seconds"] = round(time.monotonic() - begun, 2)
                 file.write(json.dumps(row) + "\n")
                 file.flush()
-                bar.update(task, completed=step, description=f"training, first draft right {row['held']['right'][0]}")
-            if time.monotonic() > end:
-                break
+                print(json.dumps(row), flush=True)
+                bar.update(task, completed=round(elapsed), description=f"training, chains kept {row['held']['kept']}")
     _keep(args.dir, progress)
 
 
@@ -180,14 +235,41 @@ def _settings(args: argparse.Namespace, texts: Texts, loaded: LoadedModel) -> di
     # fixed by the first run: a head cannot change its shape half-way
     file = args.dir / "settings.json"
     if not file.exists():
-        names = ("model", "seed", "size", "length", "steps", "unroll", "rate", "drafted")
+        names = ("model", "seed", "size", "length", "unroll", "rate", "drafted")
         settings = {name: getattr(args, name) for name in names}
         settings["ffn_dim"] = args.ffn_dim or loaded.config.ffn_dim
         settings["texts"] = len(texts.ids)
         settings["answer_tokens"] = sum(map(len, texts.ids)) - sum(texts.prompt_lens)
-        settings["token_ids"] = texts.common(args.drafted, loaded.config.vocab_size).tolist()
+        settings["device"] = jax.devices()[0].device_kind
+        ids, covered = texts.common(args.drafted, loaded.config.vocab_size)
+        settings |= {"covered": round(covered, 4), "token_ids": ids.tolist()}
         file.write_text(json.dumps(settings))
     return json.loads(file.read_text())
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Tokens a round with chains of drafts, on prompts that are kept from training."""
+    loaded = load(Options(model=args.model, dtype="float32"))
+    settings = json.loads((args.dir / "settings.json").read_text())
+    trainer = _trainer(loaded, {**settings, "unroll": 8})
+    progress = _resumed(args.dir, trainer.start)
+    found = {}
+    for path in args.eval:
+        prompts = [_asked(loaded, text) for text in read_eval(path)]
+        longest = max(map(len, prompts))
+        made = _writer(loaded, len(prompts), longest, args.eval_tokens)(prompts)
+        right, length = [], longest + args.eval_tokens
+        for start in range(0, len(prompts), args.size):
+            some = [np.asarray(a + b, np.int32) for a, b in zip(prompts, made, strict=True)][start : start + args.size]
+            rows = Packed(*(np.zeros((args.size, length), kind) for kind in (np.int32, np.int32, bool)))
+            for row, text in enumerate(some):
+                rows.tokens[row, : len(text)], rows.segments[row, : len(text)] = text, 1
+                rows.learn[row, len(prompts[start + row]) : len(text)] = True
+            right += [*np.asarray(trainer.right(progress, rows))[: len(some)]]
+        sizes = [len(prompt) for prompt in prompts], [len(a) + len(b) for a, b in zip(prompts, made, strict=True)]
+        found[path.name] = [round(mean_accepted([x[:, :steps] for x in right], *sizes), 3) for steps in range(1, 9)]
+        print(f"{path.name}: tokens a round with chains of 1 to 8: {found[path.name]}", flush=True)
+    (args.dir / "measure.json").write_text(json.dumps(found))
 
 
 def _config(config: ModelConfig, ffn_dim: int) -> ModelConfig:
@@ -215,13 +297,12 @@ def _head(loaded: LoadedModel, settings: dict[str, Any]) -> DraftHead:
     return DraftHead(body, loaded.model, token_ids=ids, taps=taps)
 
 
-def _trainer(loaded: LoadedModel, settings: dict[str, Any]) -> Trainer:
-    steps = settings["steps"]
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, settings["rate"], max(steps // 20, 1), steps, 0.02 * settings["rate"]
-    )
-    sizes = {name: settings[name] for name in ("size", "length")}
-    return Trainer(loaded.model, _head(loaded, settings), schedule, num_steps=settings["unroll"], **sizes)
+def _trainer(loaded: LoadedModel, settings: dict[str, Any], *, fused: bool = False) -> Trainer:
+    head = _head(loaded, settings)
+    assert isinstance(head.body, Eagle3)
+    # as large as what the rows of the vocabulary were made for; from ones it takes a thousand steps to grow
+    head.body.final_norm.weight[...] = loaded.model.final_norm.weight[...].astype(head.body.final_norm.weight.dtype)
+    return Trainer(loaded.model, head, num_steps=settings["unroll"], fused=fused)
 
 
 def _keep(folder: Path, progress: Progress) -> None:
@@ -248,7 +329,7 @@ def export(args: argparse.Namespace) -> None:
     settings = json.loads((args.dir / "settings.json").read_text())
     trainer = _trainer(loaded, settings)
     progress = _resumed(args.dir, trainer.start)
-    head = trainer.head(progress.params)
+    head = trainer.head(progress)
     body, config = head.body, head.body.config
     assert isinstance(body, Eagle3)
     spec = body.spec
@@ -261,13 +342,15 @@ def export(args: argparse.Namespace) -> None:
     arrays |= {name: norm.weight[...] for name, norm in norms.items()}
     rows = [json.loads(line) for line in (args.dir / "log.jsonl").read_text().splitlines()]
     token_ids = np.asarray(settings.pop("token_ids"))
+    measured = args.dir / "measure.json"
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), "jax": jax.__version__, "optax": optax.__version__},
         "settings": settings,
         "steps": int(progress.step),
         "held": rows[-1]["held"] if rows else None,
-        "curve": rows[:: max(len(rows) // 100, 1)],
+        "texts": _texts_of(args.dir),
+        "tokens a round with chains of 1 to 8": json.loads(measured.read_text()) if measured.exists() else None,
     }
     write_head(
         args.to,
@@ -291,7 +374,19 @@ def export(args: argparse.Namespace) -> None:
         token_ids=token_ids,
     )
     (args.to / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+    (args.to / "curve.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     _plot(rows, args.to / "curves.png")
+
+
+def _texts_of(folder: Path) -> dict[str, Any]:
+    # what `answers` wrote down: sums over the parts, and the files of prompts
+    rows = [json.loads(line) for line in (folder / "texts.jsonl").read_text().splitlines()]
+    parts = [row for row in rows if "part" in row]
+    names = ("own", "given", "own stubs", "left out", "answer tokens")
+    sums = {name: sum(row.get(name, 0) for row in parts) for name in names}
+    warm = sum(row["temperature"] > 0 for row in parts)
+    files = [row for row in rows if "part" not in row]
+    return {**sums, "greedy parts": len(parts) - warm, "parts at temperature 0.7": warm, "files": files}
 
 
 def _plot(rows: list[dict], path: Path) -> None:

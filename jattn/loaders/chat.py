@@ -4,6 +4,7 @@ Source of the conventions (trim_blocks, raise_exception, strftime_now): https://
 """
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -31,7 +32,7 @@ def render_chat(metadata: Mapping[str, Any], messages: Sequence[Message], *, add
         raise ModelFileError("the model file has no tokenizer.chat_template: want an instruct model, or a plain prompt")
     _check_messages(messages)
     try:
-        return _ENVIRONMENT.from_string(template).render(
+        return _compiled(template).render(
             messages=messages,
             add_generation_prompt=add_generation_prompt,
             bos_token=_token(metadata, "bos"),
@@ -76,3 +77,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 _ENVIRONMENT = _environment()
+
+
+@functools.lru_cache(maxsize=8)  # compiling takes a hundred times as long as rendering
+def _compiled(template: str) -> jinja2.Template:
+    return _ENVIRONMENT.from_string(template)

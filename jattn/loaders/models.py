@@ -17,6 +17,7 @@ class ModelRow:
     file: str  # inside the package's folder
     sha256: str  # of the file; for whoever wants to check, not computed at load
     extra: str  # of this project, which installs the package
+    has_head: bool = False  # whether jattn/heads/NAME is a draft head for it
 
 
 MODELS: dict[str, ModelRow] = {
@@ -26,8 +27,10 @@ MODELS: dict[str, ModelRow] = {
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         extra="demo",
+        has_head=True,
     ),
 }
+_HEADS = Path(__file__).parents[1] / "heads"
 
 
 def locate(name_or_path: str | os.PathLike[str]) -> Path:
@@ -47,6 +50,30 @@ def locate(name_or_path: str | os.PathLike[str]) -> Path:
         return path
     raise ModelFileError(
         f"unknown model {name!r}: want a GGUF file, a Hugging Face folder, or one of {', '.join(sorted(MODELS))}"
+    )
+
+
+def has_head(name_or_path: str | os.PathLike[str]) -> bool:
+    """Whether a draft head for this model comes with the package.
+
+    >>> has_head("smollm2-135m-instruct"), has_head("weights/model.gguf")
+    (True, False)
+    """
+    row = MODELS.get(os.fspath(name_or_path))
+    return row is not None and row.has_head
+
+
+def locate_head(name_or_path: str | os.PathLike[str]) -> Path:
+    """The folder of the draft head that comes with the package for a model of the table.
+
+    Raises: ModelFileError where there is none.
+    """
+    if has_head(name_or_path):
+        return _HEADS / os.fspath(name_or_path)
+    held = ", ".join(sorted(name for name, row in MODELS.items() if row.has_head))
+    raise ModelFileError(
+        f"no draft head for model {os.fspath(name_or_path)!r} comes with the package (one does for {held}): give "
+        "--draft-model the folder of an EAGLE or EAGLE-3 head that was trained on this model"
     )
 
 

@@ -14,6 +14,7 @@ from jattn.backends import BackendPolicy, policy_named
 from jattn.combinators.tree import num_candidates
 from jattn.dispatch import AttnForwardMethod
 from jattn.loaders.draft_heads import read_head
+from jattn.loaders.models import locate_head
 from jattn.loaders.shape import ModelShape
 from jattn.loaders.tokenizer import Tokenizer
 from jattn.models.config import ModelConfig
@@ -58,7 +59,8 @@ class Options:
       the depth of a tree: 15, with a draft model or "nextn" 3, with "eagle" 5.
       topk: continuations of a draft tree; 1 drafts a chain. num_draft_tokens: its nodes, the newest token included.
       draft_model: as `model`, with the same vocabulary; None is the model itself. With "eagle" the folder of an EAGLE
-      or EAGLE-3 head. draft_layers: the draft model's first layers only.
+      or EAGLE-3 head; None is the one that comes with the package for the model. draft_layers: the draft model's first
+      layers only.
       rejection_sampling: a draft model's chains are drawn as the request samples and accepted by rejection sampling,
       which takes more of them at a high temperature and keeps the distribution, but not the text of a seed.
       temperature ... seed: as in `Request`; request i uses seed + i. stop: texts that end the answer, cut from it.
@@ -185,8 +187,8 @@ class Options:
         for name, kinds in _BELONGS.items():
             if getattr(self, name) and self.draft not in kinds:
                 raise ValueError(f"{name} with draft {self.draft!r}: it belongs to --draft {' or '.join(kinds)}")
-        if self.draft == "eagle" and self.draft_model is None:
-            raise ValueError("draft 'eagle' needs the folder of a draft head for this model: give --draft-model")
+        if self.draft == "eagle" and self.draft_model is None and self.random_weights is None:
+            locate_head(self.model)
         if self.draft_layers is not None and self.draft_layers < 1:
             raise ValueError(f"draft_layers={self.draft_layers}: want at least 1, or leave it out for all")
         if self.rejection_sampling and self.topk > 1:
@@ -280,7 +282,8 @@ def load(options: Options, progress: Progress = lambda what, done, total: None) 
     if options.draft in ("eagle", "nextn"):
         if isinstance(source, ModelShape):
             raise ValueError(f"random_weights with draft {options.draft!r}: a head belongs to one model; leave it out")
-        head = read_head(options.draft_model) if options.draft_model else None
+        path = options.draft_model or (locate_head(options.model) if options.draft == "eagle" else None)
+        head = None if path is None else read_head(path)
         model = build(source, progress=progress)
         if head is None:
             drafter = build_next_head(source, model)

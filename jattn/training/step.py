@@ -4,23 +4,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
+from optax.contrib import muon
 
-from jattn.cache import Cache
 from jattn.models.decoder import Decoder
-from jattn.models.draft_head import DraftHead, WithStreams
-from jattn.modes import ForwardMode
-from jattn.plan import make_plan
-from jattn.training.unroll import Batch, Losses, unrolled_loss
-
-_PAGE = 16
+from jattn.models.draft_head import DraftHead
+from jattn.models.layers import project
+from jattn.training.dense import check_dense, read
+from jattn.training.texts import Packed
+from jattn.training.unroll import Batch, Losses, unrolled, unrolled_loss
 
 
 class Progress(NamedTuple):
     """What training carries from step to step."""
 
     params: Any  # of the head's body, float32
+    scale: jax.Array  # f32[width of the streams], what they are multiplied with before `fc` while training
     optimiser: Any
     step: jax.Array  # i32[]
 
@@ -28,83 +29,110 @@ class Progress(NamedTuple):
 class Trainer:
     """Trains the body of a head, in float32, over a target that stays as it is and computes in its own dtype.
 
-    Args: size, length: of a batch. num_steps: draft steps that are unrolled. decay: weight of each next one.
+    Matrices learn by Muon (https://kellerjordan.github.io/posts/muon/, with the scale of arXiv:2502.16982), norms by
+    Adam. Streams differ a thousandfold from channel to channel, so `fc` is trained on channels of equal size
+    (`begin` measures them) and `head` folds the sizes into its weights.
+
+    Args: num_steps: draft steps that are unrolled. decay: weight of each next one. fused: cuDNN's attention in the
+      target, for half precision on a GPU.
     """
 
     def __init__(
         self,
         target: Decoder,
         head: DraftHead,
-        schedule: optax.Schedule,
         *,
-        size: int,
-        length: int,
         num_steps: int,
         decay: float = 0.9,
         weight_decay: float = 0.01,
+        fused: bool = False,
     ):
+        check_dense(target)
         self.graphdef, params, self.rest = nnx.split(head, nnx.PathContains("body"), ...)
-        self.dtype = target.embed.dtype
+        self.dtype, self.num_steps = target.embed.dtype, num_steps
         self.optimiser = optax.chain(
-            optax.clip_by_global_norm(0.5), optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=weight_decay)
+            optax.clip_by_global_norm(1.0), muon(1.0, weight_decay=weight_decay, consistent_rms=0.2, adam_b2=0.95)
         )
-        params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-        self.start = Progress(params, self.optimiser.init(params), jnp.int32(0))
-        pages = size * (-(-length // _PAGE))
-        self.cache: Cache = target.new_cache(num_pages=pages, page_size=_PAGE, dtype=self.dtype)
-        target_def, target_state = nnx.split(target)
-        loss_of = lambda params, rest, batch: unrolled_loss(  # noqa: E731
-            self.head(params, rest), batch, num_steps=num_steps, decay=decay
-        )
+        # copies: a step donates them, and the target may hold one of these arrays, too
+        params = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
+        width = head.feature_dim or target.config.d_model
+        self.start = Progress(params, jnp.ones(width, jnp.float32), self._empty(params), jnp.int32(0))
+        target_def, self._target = nnx.split(target)
 
-        def read(state, rest, params, cache, tokens, learn):
-            model = nnx.merge(target_def, state)
-            head = self.head(params, rest)
-            plan = make_plan(
-                ForwardMode.EXTEND,
-                jnp.full(size, length, jnp.int32),
-                jnp.full(size, length, jnp.int32),
-                jnp.arange(pages, dtype=jnp.int32).reshape(size, -1),
-                page_size=_PAGE,
-                num_tokens=size * length,
-                max_q_len=length,
-            )
-            observed = WithStreams(model, head.taps) if head.taps else model
-            hidden, cache = observed(tokens.reshape(-1), cache, plan)
-            logits = model.logits(hidden[:, : model.config.d_model])
+        def look(state, rest, params, scale, tokens, segments, learn):
+            model, head = nnx.merge(target_def, state), self._raw(params, rest)
+            hidden, streams = read(model, tokens, segments, taps=head.taps, fused=fused)
+            rows = model.embed[...] if model.config.tied_embeddings else model.lm_head.weight[...]
             ids = head.token_ids()
-            logits = logits if ids is None else logits[:, ids]
-            shaped = (x.reshape(size, length, -1) for x in (hidden, logits))
-            hidden, logits = shaped
-            return Batch(tokens=tokens, learn=learn, hidden=hidden, logits=logits), cache
+            rows = rows if ids is None else rows[ids]
+            flat = hidden.reshape(-1, hidden.shape[-1])
+            logits = project(flat, rows, weight_first=model.weight_first, out_dtype=jnp.float32)
+            wide = jnp.concatenate(streams, axis=-1) if head.taps else hidden
+            wide = (wide.astype(jnp.float32) * scale[None, None]).astype(wide.dtype)
+            logits = logits.reshape(*tokens.shape, -1)
+            if (cap := model.config.final_soft_cap) is not None:
+                logits = cap * jnp.tanh(logits / cap)
+            return Batch(tokens=tokens, segments=segments, learn=learn, hidden=wide, logits=logits)
 
-        def train(progress: Progress, state, rest, cache, tokens, learn):
-            batch, cache = read(state, rest, progress.params, cache, tokens, learn)
+        loss_of = lambda params, rest, batch: unrolled_loss(  # noqa: E731
+            self._raw(params, rest), batch, num_steps=num_steps, decay=decay
+        )
+
+        def train(progress: Progress, state, rest, rows, rate):
+            batch = look(state, rest, progress.params, progress.scale, *rows)
             (_, found), gradient = jax.value_and_grad(loss_of, has_aux=True)(progress.params, rest, batch)
             with jax.numpy_dtype_promotion("standard"):  # optax mixes its step count with floats
                 updates, optimiser = self.optimiser.update(gradient, progress.optimiser, progress.params)
+                updates = jax.tree.map(lambda x: rate * x, updates)
                 params = optax.apply_updates(progress.params, updates)
-            return Progress(params, optimiser, progress.step + 1), cache, found
+            return Progress(params, progress.scale, optimiser, progress.step + 1), found
 
-        def judge(progress: Progress, state, rest, cache, tokens, learn):
-            batch, cache = read(state, rest, progress.params, cache, tokens, learn)
-            return cache, loss_of(progress.params, rest, batch)[1]
+        def judge(progress: Progress, state, rest, rows):
+            return loss_of(progress.params, rest, look(state, rest, progress.params, progress.scale, *rows))[1]
 
-        self._target = target_state
-        self._train = jax.jit(train, donate_argnums=(0, 3))
-        self._judge = jax.jit(judge, donate_argnums=3)
+        def right(progress: Progress, state, rest, rows):
+            batch = look(state, rest, progress.params, progress.scale, *rows)
+            steps = unrolled(self._raw(progress.params, rest), batch, num_steps=num_steps)
+            return jnp.stack([step.right & step.learn for step in steps], axis=-1)
 
-    def head(self, params, rest=None) -> DraftHead:
-        """The head with these weights, in the target's dtype."""
-        cast = jax.tree.map(lambda x: x.astype(self.dtype), params)
-        return nnx.merge(self.graphdef, cast, self.rest if rest is None else rest)
+        def sizes(params, state, rest, rows):
+            batch = look(state, rest, params, jnp.ones(width, jnp.float32), *rows)
+            square = jnp.where(batch.learn[..., None], jnp.square(batch.hidden.astype(jnp.float32)), 0.0)
+            return jnp.sqrt(jnp.sum(square, axis=(0, 1)) / jnp.maximum(jnp.sum(batch.learn), 1).astype(jnp.float32))
 
-    def train(self, progress: Progress, tokens, learn) -> tuple[Progress, Losses]:
-        """One step on (tokens, learn) of `Texts.batches`; `progress` is consumed."""
-        progress, self.cache, found = self._train(progress, self._target, self.rest, self.cache, tokens, learn)
-        return progress, found
+        self._train = jax.jit(train, donate_argnums=0)
+        self._judge, self._right, self._sizes = jax.jit(judge), jax.jit(right), jax.jit(sizes)
 
-    def judge(self, progress: Progress, tokens, learn) -> Losses:
+    def begin(self, rows: Packed) -> Progress:
+        """The start, with the scale of the channels measured on a batch."""
+        sizes = self._sizes(self.start.params, self._target, self.rest, tuple(rows))
+        start = jax.tree.map(jnp.copy, self.start)  # the first step donates it
+        return start._replace(scale=1.0 / jnp.maximum(sizes, 1e-3 * jnp.mean(sizes)))
+
+    def head(self, progress: Progress) -> DraftHead:
+        """The head as far as it is trained, in the target's dtype, for streams as they come."""
+        params = progress.params
+        flat = dict(nnx.to_flat_state(params))
+        path = ("body", "fc", "weight")
+        flat[path] = flat[path].replace(flat[path][...] * progress.scale[None])
+        return self._raw(nnx.from_flat_state(flat), self.rest)
+
+    def train(self, progress: Progress, rows: Packed, rate: float) -> tuple[Progress, Losses]:
+        """One step at learning rate `rate`; `progress` is consumed."""
+        return self._train(progress, self._target, self.rest, tuple(rows), np.float32(rate))
+
+    def judge(self, progress: Progress, rows: Packed) -> Losses:
         """The losses on a batch, without learning from it."""
-        self.cache, found = self._judge(progress, self._target, self.rest, self.cache, tokens, learn)
-        return found
+        return self._judge(progress, self._target, self.rest, tuple(rows))
+
+    def right(self, progress: Progress, rows: Packed) -> jax.Array:
+        """bool[size, length, num_steps]: whether the k-th draft of a chain behind token i + 1 would be right."""
+        return self._right(progress, self._target, self.rest, tuple(rows))
+
+    def _empty(self, params):
+        with jax.numpy_dtype_promotion("standard"):
+            return self.optimiser.init(params)
+
+    def _raw(self, params, rest) -> DraftHead:
+        # in the target's dtype, for scaled streams
+        return nnx.merge(self.graphdef, jax.tree.map(lambda x: x.astype(self.dtype), params), rest)

@@ -4,8 +4,11 @@ import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+
+_LOOK_AHEAD = 64  # texts that may take the place of one that does not fit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,8 +32,8 @@ class Texts:
         for path in paths:
             try:
                 with np.load(path) as file:
-                    ends = file["offsets"].tolist()
-                    ids += [file["ids"][a:b].astype(np.int32) for a, b in zip(ends, ends[1:], strict=False)]
+                    ends, flat = file["offsets"].tolist(), file["ids"].astype(np.int32)
+                    ids += [flat[a:b] for a, b in zip(ends, ends[1:], strict=False)]
                     prompt_lens += file["prompt_lens"].tolist()
             except (OSError, ValueError, KeyError) as error:
                 raise ValueError(f"{Path(path)} holds no texts ({error}): write it with `answers`") from None
@@ -51,35 +54,52 @@ class Texts:
     def _some(self, at: Sequence[int]) -> "Texts":
         return Texts([self.ids[i] for i in at], [self.prompt_lens[i] for i in at])
 
-    def common(self, count: int, vocab_size: int) -> np.ndarray:
-        """i32[count], ids of the tokens that answers have most often, in order of id; ties by id.
+    def common(self, count: int, vocab_size: int) -> tuple[np.ndarray, float]:
+        """i32[count], ids of the tokens that answers have most often, the commonest first, ties by id; and their share.
 
-        >>> Texts([np.array([9, 5, 5, 7], np.int32)], [1]).common(2, 10).tolist()
-        [5, 7]
+        >>> Texts([np.array([9, 5, 7, 7], np.int32)], [1]).common(2, 10)[0].tolist()
+        [7, 5]
         """
         if not 1 <= count <= vocab_size:
             raise ValueError(f"count={count} of {vocab_size} tokens: want 1 to all of them")
-        seen = np.zeros(vocab_size, np.int64)
-        for text, start in zip(self.ids, self.prompt_lens, strict=True):
-            seen += np.bincount(text[start:], minlength=vocab_size)
-        return np.sort(np.argsort(-seen, kind="stable")[:count]).astype(np.int32)
+        answers = [text[start:] for text, start in zip(self.ids, self.prompt_lens, strict=True)]
+        seen = np.bincount(np.concatenate([*answers, np.zeros(0, np.int32)]), minlength=vocab_size)
+        ids = np.argsort(-seen, kind="stable")[:count].astype(np.int32)
+        return ids, float(seen[ids].sum() / max(seen.sum(), 1))
 
-    def batches(self, size: int, length: int, *, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(tokens i32[size, length], learn bool[size, length]) without end, texts in a drawn order each time round.
+    def packed(self, size: int, length: int, *, seed: int) -> Iterator["Packed"]:
+        """Rows of whole texts without end, in a drawn order each time round; longer texts are cut.
 
-        Longer texts are cut, shorter ones padded; what is learned are answers.
+        A text that does not fit is put off, and one of the next that does is taken instead.
         """
         if not self.ids:
             raise ValueError("no texts: write some with `answers` first")
         draw = np.random.default_rng(seed)
         queue: list[int] = []
         while True:
-            tokens, learn = np.zeros((size, length), np.int32), np.zeros((size, length), bool)
+            rows = Packed(*(np.zeros((size, length), kind) for kind in (np.int32, np.int32, bool)))
             for row in range(size):
-                if not queue:
-                    queue = draw.permutation(len(self.ids)).tolist()
-                at = queue.pop()
-                text = self.ids[at][:length]
-                tokens[row, : len(text)] = text
-                learn[row, self.prompt_lens[at] : len(text)] = True
-            yield tokens, learn
+                at, segment = 0, 0
+                while True:
+                    if len(queue) < _LOOK_AHEAD:
+                        queue = draw.permutation(len(self.ids)).tolist() + queue
+                    near = range(len(queue) - 1, max(len(queue) - 1 - _LOOK_AHEAD, -1), -1)
+                    fits = (i for i in near if min(len(self.ids[queue[i]]), length) <= length - at)
+                    found = next(fits, None)
+                    if found is None or segment == len(self.ids):
+                        break
+                    text = queue.pop(found)
+                    ids, segment = self.ids[text][:length], segment + 1
+                    place = slice(at, at + len(ids))
+                    rows.tokens[row, place], rows.segments[row, place] = ids, segment
+                    rows.learn[row, at + self.prompt_lens[text] : at + len(ids)] = True
+                    at += len(ids)
+            yield rows
+
+
+class Packed(NamedTuple):
+    """Texts behind each other, [size, length] each."""
+
+    tokens: np.ndarray  # i32
+    segments: np.ndarray  # i32, 1 and on for the texts of a row, 0 behind the last
+    learn: np.ndarray  # bool, tokens that a draft should have predicted: the answers'

@@ -159,7 +159,7 @@ def test_narrow_caches_serve(capsys, model, kv_dtype):
         (["x", "--prompts", "y"], "want one of them"),
         (["--prompts", "/no/such/file"], "cannot read prompts"),
         (["x", "--draft", "medusa"], "want one of none, ngram, standalone, eagle, nextn"),
-        (["x", "--draft", "eagle"], "needs the folder of a draft head for this model: give --draft-model"),
+        (["x", "--draft", "eagle"], "no draft head for model"),
         (["x", "--draft", "eagle", "--draft-layers", "1"], "it belongs to --draft standalone"),
         (["x", "--draft", "nextn"], "has 0 layers that predict further ahead"),
         (["x", "--draft-layers", "1"], "draft_layers with draft 'ngram'"),
