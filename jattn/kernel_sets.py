@@ -88,7 +88,7 @@ KERNELS: tuple[KernelRow, ...] = (
     KernelRow(
         set="hopper",
         op="attend_latent",
-        provides=_ALL_MLA - {Feature.FP8_KV},
+        provides=_ALL_MLA,
         function=mla_sm90.attend_latent,
         interpreted=mla_xla.attend_latent,
         when_asked=True,

@@ -25,6 +25,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels._common import latent_rows
 from pallas_kernels.attention import mosaic_gpu_sm90 as attention
 from pallas_kernels.attention import mosaic_gpu_sm90_prefill as prefill
 from pallas_kernels.attention.mosaic_gpu_sm90_config import Config, heuristic
@@ -196,6 +197,7 @@ class Latent:
     page: int = 64
     dtype: str = "bfloat16"
     mask: str = "causal"
+    packed: bool = False
     config: LatentConfig | None = None
 
     def build(self) -> tuple[Callable, dict]:
@@ -213,6 +215,9 @@ class Latent:
             seq_lens=i32(self.seqs),
             cu_q_lens=i32(self.seqs + 1),
         )
+        if self.packed:
+            row = latent_rows.num_bytes(self.latent, self.rope)
+            arrays["pages"] = shape(self.seqs * room, self.page, row, dtype="uint8")
         arrays |= aot_shapes.of_tree(self.mask, tokens=tokens, seqs=self.seqs, nodes=self.q_len)
         static = dict(
             latent_dim=self.latent, max_q_len=self.q_len, sm_scale=192**-0.5, mask=self.mask, config=self.config
@@ -260,6 +265,8 @@ def _latent_cases() -> list[Latent]:
     cases += [Latent(heads=9, latent=192, rope=192, page=page, q_len=q_len) for page in (1, 16) for q_len in (1, 8)]
     cases += [Latent(latent=width, rope=rope) for width, rope in ((256, 64), (128, 64), (64, 32), (32, 16))]
     cases += [Latent(dtype="float16"), Latent(dtype="float16", heads=128, q_len=4), Latent(q_len=8, mask="full")]
+    cases += [Latent(packed=True, page=page, heads=heads) for page in (1, 16, 64, 128) for heads in (16, 128)]
+    cases += [Latent(packed=True, q_len=16, mask="tree"), Latent(packed=True, seqs=64)]
     cases += [Latent(config=LatentConfig(splits=True, part_blocks=8)), Latent(seqs=64, config=LatentConfig())]
     return cases
 

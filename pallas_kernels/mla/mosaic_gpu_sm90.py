@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._common import masks, rows
+from pallas_kernels._common import latent_rows, masks, rows
 from pallas_kernels._common.masks import Rules
 from pallas_kernels.attention import mosaic_gpu_sm90_schedule as schedules
 from pallas_kernels.attention.mosaic_gpu_sm90_merge import Shape, merge, merge_plain
@@ -44,7 +44,8 @@ def attend_latent(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of absorbed queries over latent rows; see `pallas_kernels.mla.xla`.
 
-    Args: as there, with q in bfloat16 or float16 and pages in the same.
+    Args: as there, with q in bfloat16 or float16 and pages in the same, or q in bfloat16 and packed 8-bit rows of a
+        latent of 512 and any key.
       config: sizes; None takes `heuristic`'s.
       schedule: made with the same lengths and config (`pallas_kernels.attention.mosaic_gpu_sm90_schedule.make`, with
         the heads as group); None makes it here (it is alike for all layers: XLA moves it out of a loop over them).
@@ -97,6 +98,7 @@ def attend_latent(
         max_q_len=max_q_len,
         words=0 if schedule.bits is None else schedule.bits.shape[1],
         dtype=q.dtype,
+        packed=pages.dtype == jnp.uint8,
         interpret=bool(interpret),
     )
     arrays = Arrays(
@@ -164,15 +166,18 @@ def _cost(static: Static, arrays: Arrays) -> pl.CostEstimate:
     rows = arrays.q.shape[0] // max(arrays.page_table.shape[0], 1)
     return pl.CostEstimate(
         flops=2 * keys * rows * (static.k_dim + static.v_dim),
-        bytes_accessed=keys * static.k_dim * arrays.pages.dtype.itemsize,
+        bytes_accessed=keys * arrays.pages.shape[2] * arrays.pages.dtype.itemsize,
         transcendentals=keys * rows,
     )
 
 
 def unsupported(*, dtype, kv_dtype, num_heads: int, latent_dim: int, rope_dim: int, page_size: int) -> str | None:
     """Why this kernel does not serve such a layer, in one clause; None if it does."""
-    if dtype not in (jnp.bfloat16, jnp.float16) or kv_dtype != dtype:
-        return f"queries of {dtype} over rows of {kv_dtype}, want bfloat16 or float16 for both"
+    packed = kv_dtype == jnp.uint8
+    if dtype not in (jnp.bfloat16, jnp.float16) or (kv_dtype != dtype and not (packed and dtype == jnp.bfloat16)):
+        return f"queries of {dtype} over rows of {kv_dtype}, want bfloat16 or float16 for both, or bfloat16 over uint8"
+    if packed and (latent_dim != 512 or rope_dim not in (16, 32, 64)):
+        return f"packed rows with a latent of {latent_dim} and a key of {rope_dim}, want 512 and 16, 32 or 64"
     if num_heads > MAX_HEADS:
         return f"{num_heads} query heads, want at most {MAX_HEADS}"
     if page_size not in PAGE_SIZES:
@@ -187,10 +192,13 @@ def unsupported(*, dtype, kv_dtype, num_heads: int, latent_dim: int, rope_dim: i
 
 
 def _check(q, pages, latent_dim: int) -> None:
-    if pages.ndim != 3 or pages.shape[2] != q.shape[2] and pages.dtype == q.dtype:
+    width = q.shape[2]
+    if pages.dtype == jnp.uint8:
+        width = latent_rows.num_bytes(latent_dim, width - latent_dim)
+    if pages.ndim != 3 or pages.shape[2] != width:
         raise ValueError(
-            f"pages{list(pages.shape)} for q{list(q.shape)}: want [pages, page_size, {q.shape[2]}], rows as wide as "
-            "queries"
+            f"pages {pages.dtype}{list(pages.shape)} for q{list(q.shape)}: want [pages, page_size, {width}], rows as "
+            "wide as queries"
         )
     reason = unsupported(
         dtype=q.dtype,

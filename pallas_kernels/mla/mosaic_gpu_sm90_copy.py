@@ -2,7 +2,7 @@
 
 A half has a ring of its own, as the warpgroup that sums its values hands it back by itself. Pages of 8 tokens and more
 come by the copy engine, one copy a page and half; with sharers each copies a part of it to all. Smaller pages are
-gathered by the threads, 16 bytes each.
+gathered by the threads, 16 bytes each; packed rows are widened on the way (`mosaic_gpu_sm90_packed.py`).
 """
 # Inline code and the decorators of `jax.experimental.pallas.mosaic_gpu` are typed more loosely than what they make.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAbstractUsage=false, reportPrivateImportUsage=false
@@ -21,6 +21,7 @@ from pallas_kernels.attention.mosaic_gpu_sm90_prefill_records import THREADS
 from pallas_kernels.attention.mosaic_gpu_sm90_records import Item
 from pallas_kernels.attention.mosaic_gpu_sm90_rows import Rows, constant
 from pallas_kernels.mla import mosaic_gpu_sm90_barriers as barriers
+from pallas_kernels.mla import mosaic_gpu_sm90_packed as packed
 from pallas_kernels.mla.mosaic_gpu_sm90_records import HALVES, Arrays, Static
 
 arith, gpu, ir, llvm = utils.arith, utils.gpu, utils.ir, utils.llvm
@@ -31,6 +32,9 @@ _CHUNK = 16  # bytes a thread copies at once
 def produce(static: Static, arrays: Arrays, smem: dict, item: Item, at) -> None:
     """All blocks of a program's item, as far ahead as the rings have room."""
     stages = static.config.stages
+    if static.packed and not static.interpret:
+        packed.produce(static, arrays, smem, item)
+        return
     for i, ids in enumerate(_first_ids(static, arrays, item, at)):
         block = item.begin + i
 
@@ -64,7 +68,7 @@ def _first_ids(static: Static, arrays: Arrays, item: Item, at) -> list[tuple]:
 
 def _ids(static: Static, arrays: Arrays, item: Item, block) -> tuple:
     # page ids of a block; past the last key its page's. On a GPU a number a lane.
-    if static.gathers:
+    if not static.pages:
         return ()
     size, last = static.page_size, jnp.maximum(item.kv_len - 1, 0) // static.page_size
     first = block * static.config.block_kv // size
@@ -76,7 +80,9 @@ def _ids(static: Static, arrays: Arrays, item: Item, block) -> tuple:
 
 def _copy(static: Static, arrays: Arrays, smem: dict, item: Item, half: str, stage, block, ids: tuple) -> None:
     # start the copy of half a block into its ring
-    if static.interpret:
+    if static.packed:
+        packed.widen_plain(static, arrays, smem, item, half, stage, block)
+    elif static.interpret:
         _interpreted(static, arrays, smem, item, half, stage, block, ids)
     elif static.gathers:
         _gather(static, arrays, smem, item, half, stage, block)

@@ -72,7 +72,7 @@ def _with_item(static: Static, arrays: Arrays, at, run) -> None:
 def _registers(static: Static) -> tuple[int, int]:
     # A thread's registers, computing and copying. A launch gives three warpgroups 168 each: what they ask for together
     # must not be more, or one waits for ever.
-    return (232, 40) if static.gathers else (240, 24)
+    return (232, 40) if static.gathers or static.packed else (240, 24)
 
 
 def _load_item(static: Static, arrays: Arrays, at) -> Item:

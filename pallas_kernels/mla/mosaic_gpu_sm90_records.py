@@ -28,6 +28,7 @@ class Static(NamedTuple):
     max_q_len: int
     words: int  # of a tree's bits a row; 0 without a tree
     dtype: Any
+    packed: bool  # whether rows are 8-bit with scales, as bytes
     interpret: bool
 
     @property
@@ -48,18 +49,18 @@ class Static(NamedTuple):
     @property
     def gathers(self) -> bool:
         """Whether threads copy keys, and not the engine: pages smaller than a swizzle's 8 rows."""
-        return self.page_size < 8
+        return self.page_size < 8 and not self.packed
 
     @property
     def together(self) -> bool:
         """Whether the sharers of a tile are a cluster, whose copies go to all of them."""
-        whole = self.page_size >= 16  # two swizzles' rows: a copy is cut by rows, a half to each
+        whole = self.page_size >= 16 and not self.packed  # two swizzles' rows: a copy is cut by rows, a half to each
         return self.config.sharers > 1 and whole and not self.interpret
 
     @property
     def pages(self) -> int:
         """Page ids that the copy of a block wants."""
-        return 0 if self.gathers else max(self.config.block_kv // self.page_size, 1)
+        return 0 if self.gathers or self.packed else max(self.config.block_kv // self.page_size, 1)
 
     @property
     def weight_places(self) -> int:
@@ -76,7 +77,7 @@ class Arrays(NamedTuple):
     page_table: Any  # i32[seqs, max_pages]
     page_offset: Any  # i32[1]
     q: Any  # [tokens * heads, k_dim]
-    pages: Any  # [pages, page_size, k_dim]
+    pages: Any  # [pages, page_size, k_dim], or u8 of packed rows
     bits: Any  # u32[tiles * words * rows]
     out: Any  # [tokens * heads, v_dim]
     lse: Any  # f32[tokens * heads]
@@ -91,9 +92,9 @@ def barrier_counts(static: Static) -> dict[str, tuple[int, int]]:
     given: a warpgroup's weights and reference are there for the other. queries, totals: of both warpgroups.
     """
     stages = static.config.stages
-    copied = THREADS if static.gathers else 1
+    copied = THREADS if static.gathers or static.packed else 1
     if static.interpret:
-        copied = copies.arrivals(static.config.block_kv, static.page_size)
+        copied = 1 if static.packed else copies.arrivals(static.config.block_kv, static.page_size)
     counts = {f"{half}_full": (stages, copied) for half in HALVES}
     counts |= {f"{half}_free": (stages, static.config.sharers if static.together else 1) for half in HALVES}
     return counts | dict(given=(2, 1), queries=(1, 2), totals=(1, 2))

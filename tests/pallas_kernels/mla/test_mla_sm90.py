@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._common import latent_rows
 from pallas_kernels.mla import mosaic_gpu_sm90 as sm90
 from pallas_kernels.mla import xla
 from pallas_kernels.mla.mosaic_gpu_sm90_config import Config, heuristic, stages_of
@@ -31,6 +32,7 @@ class Case:
     dtype: str = "bfloat16"
     config: Config | None = None
     seed: int = 0
+    packed: bool = False  # 8-bit rows with scales
     rise: float = 1.0  # how much larger the newest keys are than the oldest, so that maxima keep growing
 
 
@@ -53,6 +55,8 @@ def draw(case: Case):
         pages[ids[np.arange(n) // case.page], np.arange(n) % case.page] = rows
         parts.append(rows)
     cu = np.cumsum([0, *case.q_lens]).astype(np.int32)
+    if case.packed:
+        pages, parts = _packed(case, pages), [_unpacked(case, _packed(case, rows)) for rows in parts]
     q = rng.standard_normal((cu[-1] + case.padding, case.heads, width)).astype(np.float32)
     args = dict(page_table=table, page_offset=np.int32(layer), seq_lens=np.int32(case.seq_lens), cu_q_lens=cu)
     trees = [None] * len(need)
@@ -60,6 +64,18 @@ def draw(case: Case):
         trees, arrays = _trees(case, rng, cu, len(q))
         args |= arrays
     return q, pages, {name: jnp.asarray(x) for name, x in args.items()}, parts, trees
+
+
+def _packed(case: Case, rows):
+    """Bytes of rows; of NaN where they are NaN."""
+    flat = jnp.asarray(rows.reshape(-1, rows.shape[-1]))
+    bits = np.array(latent_rows.pack(flat[:, : case.latent], flat[:, case.latent :], jnp.uint8))
+    bits[np.isnan(np.asarray(flat)).any(1)] = 255
+    return bits.reshape(*rows.shape[:-1], -1)
+
+
+def _unpacked(case: Case, bits):
+    return np.asarray(latent_rows.unpack(jnp.asarray(bits), case.latent, jnp.float32))
 
 
 def _trees(case: Case, rng, cu, num_tokens: int):
@@ -87,7 +103,7 @@ def oracle(case: Case, q, parts, trees):
     at = 0
     for n, rows, tree in zip(case.q_lens, parts, trees, strict=True):
         if n:
-            rows = rounded(rows, case.dtype)[:, None]
+            rows = rounded(rows, "float32" if case.packed else case.dtype)[:, None]
             seen = float64.visible(n, len(rows), mask=case.mask, tree=tree)
             out[at : at + n], lse[at : at + n] = float64.attend(
                 rounded(q[at : at + n], case.dtype),
@@ -105,7 +121,8 @@ def attend(function, case: Case, q, pages, args, **more):
     static = dict(latent_dim=case.latent, max_q_len=max(case.q_lens), mask=case.mask, **more)
     static["sm_scale"] = (case.latent + case.rope) ** -0.5
     run = jax.jit(lambda q, pages, args: function(q, pages, **args, **static))
-    return [np.asarray(x, np.float64) for x in run(jnp.asarray(q, case.dtype), jnp.asarray(pages, case.dtype), args)]
+    pages = jnp.asarray(pages, pages.dtype if case.packed else case.dtype)
+    return [np.asarray(x, np.float64) for x in run(jnp.asarray(q, case.dtype), pages, args)]
 
 
 def check(case: Case, interpret=False):
@@ -114,14 +131,16 @@ def check(case: Case, interpret=False):
     more = dict(config=case.config, interpret=interpret)
     got, got_lse = attend(sm90.attend_latent, case, q, pages, args, **more)
     want, want_lse = oracle(case, q, parts, trees)
-    peer, _ = attend(xla.attend_latent, case, q, pages, args)
+    peer, peer_lse = attend(xla.attend_latent, case, q, pages, args)
     assert np.isfinite(got).all()
     ulp = float(jnp.finfo(case.dtype).eps) * np.abs(want).max(initial=0.0)
     error, allowed = np.abs(got - want).max(initial=0.0), 2 * np.abs(peer - want).max(initial=0.0) + ulp
     worst = np.unravel_index(np.argmax(np.abs(got - want)), got.shape)
     assert error <= allowed, f"error {error:.3g} at {worst}, plain JAX's {(allowed - ulp) / 2:.3g}"
     np.testing.assert_array_equal(np.isneginf(got_lse), np.isneginf(want_lse))
-    np.testing.assert_allclose(got_lse, want_lse, rtol=2e-5, atol=2e-5)
+    seen = np.isfinite(want_lse)
+    rounding = 2 * np.abs(peer_lse[seen] - want_lse[seen]).max(initial=0.0) if case.packed else 0.0  # of widened rows
+    np.testing.assert_allclose(got_lse, want_lse, rtol=2e-5, atol=2e-5 + rounding)
     assert (got[np.isneginf(want_lse)] == 0).all()
     if not interpret:
         for _ in range(3):
@@ -174,6 +193,11 @@ DEVICE_CASES = dict(
     tree_wide_h128=Case(**TREES, heads=128, page=16),
     tree_wide_rise=Case(**TREES, rise=5.0, page=32, dtype="float16"),
     tree_words=Case(seq_lens=(1000, 700), q_lens=(130, 100), mask="tree", heads=8),
+    **{f"packed_p{page}": Case(seq_lens=LONG, q_lens=ONE, page=page, packed=True) for page in (1, 8, 16, 64, 128)},
+    packed_whole=Case(seq_lens=LONG, q_lens=ONE, packed=True, padding=2, config=WHOLE),
+    packed_h128=Case(seq_lens=LONG, q_lens=ONE, heads=128, packed=True),
+    packed_key32=Case(seq_lens=LONG, q_lens=ONE, rope=32, packed=True),
+    packed_tree=Case(**TREES, packed=True),
     padded=Case(seq_lens=(100, 50, 60), q_lens=(1, 1, 1), padding=300, heads=128),
 )  # fmt: skip
 _SMALL = dict(latent=64, rope=32, page=64)
@@ -196,6 +220,7 @@ INTERPRETED_LONG = dict(
         seq_lens=(460, 129), q_lens=(1, 1), heads=4, config=Config(splits=True, part_blocks=2), **_SMALL
     ),
     trees=Case(seq_lens=(190, 100), q_lens=(40, 33), heads=4, mask="tree", config=PAIR, **_SMALL),
+    packed=Case(seq_lens=(150,), q_lens=(2,), heads=4, page=16, packed=True, config=WHOLE),
     full=Case(seq_lens=(100, 31), q_lens=(10, 4), heads=4, mask="full", config=WHOLE, **_SMALL),
 )  # fmt: skip
 
@@ -255,7 +280,11 @@ def _refusal(**changes) -> str:
 def test_what_the_kernel_was_not_built_for_is_refused_with_the_way_out():
     one = jnp.zeros((1, 16, 576), jnp.float32)
     assert "float32" in _refusal(q=one) and "prefer=('xla',)" in _refusal(q=one)
-    assert "uint8" in _refusal(pages=jnp.zeros((2, 64, 656), jnp.uint8))
+    bits = jnp.zeros((2, 64, 656), jnp.uint8)
+    assert "float16 over rows of uint8" in _refusal(q=one.astype(jnp.float16), pages=bits)
+    assert "rows as wide" in _refusal(pages=bits[..., 1:])
+    narrow = jnp.zeros((1, 16, 192), jnp.bfloat16)
+    assert "want 512" in _refusal(q=narrow, latent_dim=128, pages=jnp.zeros((2, 64, 128 + 4 + 128), jnp.uint8))
     assert "129 query heads" in _refusal(q=jnp.zeros((1, 129, 576), jnp.bfloat16))
     assert "page_size=3" in _refusal(pages=jnp.zeros((2, 3, 576), jnp.bfloat16))
     assert "rows as wide" in _refusal(pages=jnp.zeros((2, 64, 640), jnp.bfloat16))
