@@ -165,6 +165,11 @@ class _Computing:
         odd = lambda _, carry: self._others(sums, blocks - 1, carry)  # noqa: E731
         return lax.fori_loop(0, lax.rem(blocks, 2), odd, carry)
 
+    def _item_again(self) -> Item:
+        # The item, loaded anew where most of it is wanted, as registers are short until then; from the same address in
+        # other words, or that is kept.
+        return _load_item(self.static, self.arrays, self.at + jnp.minimum(self.item.begin, 0))
+
     def _load_queries(self) -> None:
         # each warpgroup brings one half
         target, rows = self.smem[f"{self.half}_q"], self._rows(self.item)
@@ -201,10 +206,12 @@ class _Computing:
         # Weights of block `i`, and what they weigh of this half. under_way: the block whose sums are being made.
         static, smem, (top, total) = self.static, self.smem, carry
         block = self.item.begin + i
-        whole = (block * static.config.block_kv >= self.item.low) & (
-            (block + 1) * static.config.block_kv <= self.item.high
-        )
-        hide = lambda s: masks.mask(static, self.arrays, self.item, block, self.start, s)  # noqa: E731
+        whole = (block + 1) * static.config.block_kv <= self.item.high  # there are no windows
+
+        def hide(scores):
+            item = self._item_again() if static.words else self.item
+            return masks.mask(static, self.arrays, item, block, self.start, scores)
+
         scores = lax.cond(whole, lambda s: s, hide, scores)
         new = jnp.maximum(top, jnp.max(scores, axis=1) * self.unit)  # as sm_scale > 0
         new = jnp.where(new > top + _SLACK, new, top)
@@ -288,8 +295,7 @@ class _Computing:
     def _finish(self, top, total, summed) -> None:
         # out = summed / total, 0 where nothing was seen; lse in natural log
         static, arrays = self.static, self.arrays
-        # Once more, as registers are short until here; from the same address in other words, which is not kept either.
-        item = _load_item(static, arrays, self.at + jnp.minimum(self.item.begin, 0))
+        item = self._item_again()
         rows = self._rows(item)
         self.smem["rows"][2 + self.who] = total
         plgpu.commit_smem()

@@ -88,14 +88,15 @@ def _rows(static: Static, arrays: Arrays, ring, item: Item, stage, block, *, sta
     # 2 * `each` bytes of each row of a block, from byte `start` on: a thread has `each` of them, all of one scale.
     # narrow: of e4m3; else of the key as it is.
     page, row_bytes, wide_row = static.page_size, arrays.pages.shape[2], ring.shape[2] * 2
-    at_once = min(_AT_ONCE, each // _CHUNK)
+    at_once = min(_AT_ONCE // (2 if static.words else 1), each // _CHUNK)  # a tree's programs have a register less
     scalar = plgpu.Layout.WG_SPLAT(())
     _, layout = copies.transforms(ring.shape[2], 2, static.swizzle)
 
     def some(n):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(layout), *[scalar] * 6))
         def inline(_, table, pool, smem, *scalars):
-            seq, offset, kv_len, first, stage, done = (rows_io.value_of(x) for x in scalars)
+            seq, offset, kv_len, block, stage, done = (rows_io.value_of(x) for x in scalars)
+            first = arith.muli(_anew(block), constant(static.config.block_kv))
             i8, f32 = ir.IntegerType.get_signless(8), ir.F32Type.get()
             lane = _anew(arith.remui(utils.thread_idx(), constant(THREADS)))
             row, side = arith.divui(lane, constant(2)), arith.remui(lane, constant(2))
@@ -123,7 +124,7 @@ def _rows(static: Static, arrays: Arrays, ring, item: Item, stage, block, *, sta
                     )
 
         done = n * (at_once * _CHUNK)
-        scalars = (item.seq, arrays.page_offset[0], item.kv_len, block * static.config.block_kv, stage, done)
+        scalars = (item.seq, arrays.page_offset[0], item.kv_len, block, stage, done)
         inline(arrays.page_table, arrays.pages, ring, *(jnp.asarray(x, jnp.int32) for x in scalars))
 
     passes = each // (at_once * _CHUNK) + jnp.minimum(stage, 0)  # no constant, or all passes' addresses are kept
