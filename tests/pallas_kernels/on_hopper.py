@@ -1,7 +1,8 @@
 """A pytest plug-in that puts the Hopper kernels behind every test of the door, on a GPU.
 
 Where a test's arrays have a dtype that the kernels take, they answer in the place of plain JAX: heads are padded with
-zeros to a width they take, and pages of another size are given as pages of one token. With ON_HOPPER_FORM=prefill the
+zeros to a width they take, and pages of another size are given as pages of one token; latents and their keys likewise.
+With ON_HOPPER_FORM=prefill the
 prefill kernel answers all calls without a tree, packed keys too; otherwise the decode kernel does.
 """
 
@@ -20,8 +21,10 @@ from pallas_kernels.attention import mosaic_gpu_sm90_prefill as prefill
 from pallas_kernels.attention import xla as attention_xla
 from pallas_kernels.kv_write import mosaic_gpu_sm90 as kv_write
 from pallas_kernels.kv_write import xla as kv_write_xla
+from pallas_kernels.mla import mosaic_gpu_sm90 as mla
+from pallas_kernels.mla import xla as mla_xla
 
-SERVED: dict[str, list[bool]] = dict(attend=[], write_kv=[])
+SERVED: dict[str, list[bool]] = dict(attend=[], write_kv=[], attend_latent=[])
 PREFILL = os.environ.get("ON_HOPPER_FORM") == "prefill"
 
 
@@ -84,9 +87,33 @@ def write_kv(k_pages, v_pages, k, v, slots, **more):
     return (kv_write if fits else kv_write_xla).write_kv(k_pages, v_pages, k, v, slots, **more)
 
 
+def attend_latent(q, pages, *, latent_dim, page_table, page_offset=0, **more):
+    """As `pallas_kernels.mla.xla.attend_latent`."""
+    given = dict(page_table=page_table, page_offset=page_offset, **more)
+    fits = q.dtype in (jnp.bfloat16, jnp.float16) and pages.dtype == q.dtype and q.shape[1] <= mla.MAX_HEADS
+    SERVED["attend_latent"].append(fits)
+    if not fits:
+        return mla_xla.attend_latent(q, pages, latent_dim=latent_dim, **given)
+    q, pages = (_padded_latent(x, latent_dim) for x in (q, pages))
+    size, padded = pages.shape[1], latent_dim + -latent_dim % 32
+    if size not in mla.PAGE_SIZES:
+        pages = pages.reshape(-1, 1, pages.shape[2])
+        places = page_table[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]
+        given |= dict(page_table=places.reshape(len(page_table), -1), page_offset=page_offset * size)
+    out, lse = mla.attend_latent(q, pages, latent_dim=padded, **given)
+    return out[..., :latent_dim], lse
+
+
+def _padded_latent(x, latent_dim: int):
+    parts = x[..., :latent_dim], x[..., latent_dim:]
+    widths = -latent_dim % 32, -parts[1].shape[-1] % 16
+    more = [(0, 0)] * (x.ndim - 1)
+    return jnp.concatenate([jnp.pad(p, (*more, (0, w))) for p, w in zip(parts, widths, strict=True)], axis=-1)
+
+
 def pytest_configure(config):
     """Put the kernels in the rows of plain JAX, which the tests resolve."""
-    functions = dict(attend=paged_attention, write_kv=write_kv)
+    functions = dict(attend=paged_attention, write_kv=write_kv, attend_latent=attend_latent)
     ragged = dict(attend=ragged_attention)
     jattn.kernel_sets.KERNELS = tuple(
         dataclasses.replace(row, function=functions[row.op], ragged=ragged.get(row.op))
@@ -99,6 +126,6 @@ def pytest_configure(config):
 def pytest_sessionfinish():
     """Append how many of the traced calls the kernels served to the file that ON_HOPPER_LOG names, if any."""
     name = os.environ.get("ON_HOPPER_LOG")
-    if name and SERVED["attend"]:
+    if name and any(SERVED.values()):
         with open(name, "a") as log:
             log.write("".join(f"{op} {sum(served)} of {len(served)}\n" for op, served in SERVED.items()))
