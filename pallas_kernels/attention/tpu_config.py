@@ -6,6 +6,7 @@ import math
 from pallas_kernels._common.tpu_rows import LANES, LatentRow, Row, round_up
 
 _BLOCK_BYTES = 2 << 20  # of a decode block: a step's fixed 200 bundles are then a fifth of what its copy takes on a v7x
+_BLOCK_KEYS = 4096  # of a decode block at most: narrow rows would have blocks longer than their contexts
 _ROWS = 1024  # of a prefill product: keys are pushed into the matrix unit once for all of them
 
 
@@ -142,7 +143,7 @@ def _stack(facts: Facts, block_q: int) -> int:
 def _decode(facts: Facts, block_q: int) -> Config:
     heads = _stack(facts, block_q) if block_q == 1 or facts.row.k_dim < 128 else min(2, facts.row.kv_heads)
     heads = heads if facts.row.kv_heads % heads == 0 else 1
-    keys = max(_BLOCK_BYTES // (facts.row.held_lanes * facts.kv_bytes), LANES)
+    keys = min(max(_BLOCK_BYTES // (facts.row.held_lanes * facts.kv_bytes), LANES), _BLOCK_KEYS)
     return Config(block_q=block_q, block_pages=_pages(keys, facts.page_size), heads=heads)
 
 
