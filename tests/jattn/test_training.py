@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from draft_heads import draft_head
+from engines import serve, tiny_engine
 from flax import nnx
 from tiny_model import tiny
 
@@ -14,8 +15,6 @@ from jattn.models.draft_head import WithStreams
 from jattn.modes import ForwardMode
 from jattn.plan import make_plan
 from jattn.serving.compilations import counting
-from jattn.serving.engine import Engine
-from jattn.serving.request import Request
 from jattn.training import Batch, Texts, Trainer, Writer, unrolled_loss
 from jattn.training.dense import read
 
@@ -174,12 +173,8 @@ def test_the_target_reads_packed_texts_as_it_reads_them_alone():
 def test_many_texts_are_written_as_the_engine_writes_them():
     model, draw = tiny(), np.random.default_rng(0)
     prompts = [draw.integers(0, 128, n).tolist() for n in (5, 9, 1, 12)]
-    engine = Engine(
-        model, num_layers=3, num_slots=4, num_pages=64, page_size=4, max_context=32, num_steps=0, kind="cpu"
-    )
-    sequences = [engine.submit(Request(prompt_ids=p, max_new_tokens=20, stop_ids=(3, 7))) for p in prompts]
-    for _ in engine.run():
-        pass
+    engine = tiny_engine(num_steps=0, model=model)
+    sequences = [serve(engine, [p], max_new_tokens=20, stop_ids=(3, 7))[0] for p in prompts]
     writer = Writer(model, size=5, prompt_len=12, new_tokens=20, stop_ids=(3, 7))
     greedy = writer(prompts)
     assert greedy == [sequence.new_ids for sequence in sequences]
