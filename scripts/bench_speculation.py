@@ -549,31 +549,36 @@ def _parts(loaded: LoadedModel, arm: Arm, prompt: list[int], repeats: int) -> di
 
 
 def _plot(report: dict, path: Path) -> None:
-    figure, (left, right) = plt.subplots(ncols=2, figsize=(11, 4), layout="constrained")
-    rows = report.get("accepted", {}).values()
-    for topk in sorted({row["topk"] for row in rows} - {0}):
-        points = sorted((row["num_steps"], row["all"]) for row in rows if row["topk"] == topk)
-        left.plot(
-            *zip(*points, strict=True), marker="o", label="chain" if topk == 1 else f"topk {topk}, up to 16 nodes"
-        )
-    for row in rows:
-        if row["topk"] == 0:
-            left.axhline(row["all"], color="grey", linestyle=":", label=f"n-gram, up to {row['num_steps']}")
-    left.set(xlabel="draft steps", ylabel="tokens a target step, bonus included", title="MT-Bench and HumanEval")
-    if rows:
-        left.legend(fontsize=8)
+    rows = list(report.get("accepted", {}).values())
     speeds = {name: row for name, row in report.get("speed", {}).items() if name.startswith("batch")}
-    for at, (name, ways) in enumerate(speeds.items()):
-        places = np.arange(len(ways)) + at * 0.8 / len(speeds)
-        bars = right.bar(places, [way["tokens a second"] for way in ways.values()], 0.8 / len(speeds), label=name)
-        right.bar_label(bars, [f"{way['over none']:.2f}x" for way in ways.values()], fontsize=8)
-        right.set_xticks(np.arange(len(ways)) + 0.2, list(ways), fontsize=8)
-    right.set(ylabel="tokens a second", title="end to end")
-    if speeds:
-        right.legend(fontsize=8)
+    panels = [panel for panel, has in ((_plot_accepted, rows), (_plot_speeds, speeds)) if has]
+    figure, axes = plt.subplots(ncols=len(panels), figsize=(5.5 * len(panels), 4), layout="constrained", squeeze=False)
+    for panel, ax in zip(panels, axes[0], strict=True):
+        panel(ax, rows if panel is _plot_accepted else speeds)
     figure.suptitle(f"SmolLM2-135M, float32, greedy, {report['device']}", fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _plot_accepted(ax, rows) -> None:
+    for topk in sorted({row["topk"] for row in rows} - {0}):
+        points = sorted((row["num_steps"], row["all"]) for row in rows if row["topk"] == topk)
+        ax.plot(*zip(*points, strict=True), marker="o", label="chain" if topk == 1 else f"topk {topk}, up to 16 nodes")
+    for row in rows:
+        if row["topk"] == 0:
+            ax.axhline(row["all"], color="grey", linestyle=":", label=f"n-gram, up to {row['num_steps']}")
+    ax.set(xlabel="draft steps", ylabel="tokens a target step, bonus included", title="MT-Bench and HumanEval")
+    ax.legend(fontsize=8)
+
+
+def _plot_speeds(ax, speeds) -> None:
+    for at, (name, ways) in enumerate(speeds.items()):
+        places = np.arange(len(ways)) + at * 0.8 / len(speeds)
+        bars = ax.bar(places, [way["tokens a second"] for way in ways.values()], 0.8 / len(speeds), label=name)
+        ax.bar_label(bars, [f"{way['over none']:.2f}x" for way in ways.values()], fontsize=8)
+        ax.set_xticks(np.arange(len(ways)) + 0.2, list(ways), fontsize=8)
+    ax.set(ylabel="tokens a second", title="end to end")
+    ax.legend(fontsize=8)
 
 
 if __name__ == "__main__":
