@@ -189,6 +189,7 @@ def test_many_texts_are_written_as_the_engine_writes_them():
         writer([[1] * 13])
 
 
+@pytest.mark.long
 def test_training_fits_a_few_texts_and_leaves_the_target_alone(texts):
     model = tiny()
     head = draft_head(model, "eagle3", num_ids=None)

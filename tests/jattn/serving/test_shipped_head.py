@@ -46,11 +46,8 @@ def test_other_models_have_none():
     assert Options(draft="eagle").num_steps == 5
 
 
-@pytest.mark.parametrize(
-    "draft",
-    [dict(num_steps=5), pytest.param(dict(num_steps=5, topk=4, num_nodes=16), marks=pytest.mark.long)],
-    ids=["chain", "tree"],
-)
+@pytest.mark.long  # a minute, most of it compiling
+@pytest.mark.parametrize("draft", [dict(num_steps=5), dict(num_steps=5, topk=4, num_nodes=16)], ids=["chain", "tree"])
 def test_its_drafts_are_kept_and_change_nothing(loaded, reference, draft):
     place: dict[str, Any] = dict(platform=detect(), rules=policy_named("native"), page_size=loaded.page_size)
     head = build_head(read_head(locate_head(NAME)), loaded.model, **place)

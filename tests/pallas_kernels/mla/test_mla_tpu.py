@@ -56,7 +56,7 @@ def test_latent_attention_is_as_right_as_plain_jax_widely(setup, config, data):
     check(setup, config, data)
 
 
-@pytest.mark.parametrize(("page_size", "kv_dtype"), [(3, None), (16, "fp8_e4m3")])
+@pytest.mark.parametrize(("page_size", "kv_dtype"), [pytest.param(3, None, marks=pytest.mark.long), (16, "fp8_e4m3")])
 def test_a_layer_on_tpu_writes_gathers_and_attends_as_plain_jax_does(page_size, kv_dtype):
     sizes = dict(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
     spec = jattn.MLASpec(num_q_heads=4, kv_dtype=kv_dtype, **sizes)
