@@ -104,7 +104,7 @@ KERNELS: tuple[KernelRow, ...] = (
         when_asked=True,
     ),
     # XLA's own scatter is one kernel, in place.
-    KernelRow(set="gpu", op="write_kv", provides=_ALL_MHA, function=kv_write_xla.write_kv),
+    KernelRow(set="gpu", op="write_kv", provides=_ALL_MHA, function=kv_write_xla.write_kv, when_asked=True),
     KernelRow(
         set="gpu",
         op="merge_states",
