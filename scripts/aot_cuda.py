@@ -6,24 +6,17 @@ import dataclasses
 import functools
 import os
 import re
-import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-# Read when jax is imported: no look-up of cuDNN, and no device but the described one.
-os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
 os.environ["MOSAIC_GPU_DUMP_TO"] = tempfile.mkdtemp(prefix="aot")
-os.environ["PATH"] = f"{sysconfig.get_paths()['purelib']}/nvidia/cu13/bin:{os.environ['PATH']}"  # ptxas
 
+import aot_nvidia
 import aot_shapes
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels._common import latent_rows
 from pallas_kernels.attention import mosaic_gpu_sm90 as attention
@@ -34,18 +27,6 @@ from pallas_kernels.kv_write import mosaic_gpu_sm90 as kv_write
 from pallas_kernels.merge_states import mosaic_gpu_sm90 as merge_states
 from pallas_kernels.mla import mosaic_gpu_sm90 as latent
 from pallas_kernels.mla.mosaic_gpu_sm90_config import Config as LatentConfig
-
-_H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 150000000000
-  cuda_compute_capability { major: 9 minor: 0 }
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,14 +284,11 @@ class Target:
     name = "h200"
 
     def __init__(self):
-        topology = topologies.get_topology_desc(
-            platform="cuda", topology_name=self.name, topology="1x1x1", target_config=_H200
-        )
-        self._sharding = NamedSharding(Mesh(np.array(topology.devices[:1]), ("x",)), PartitionSpec())
+        self._mesh = aot_nvidia.mesh_of("sm90")
 
     def compile(self, case) -> tuple[str, bool]:
         """Registers and spills as ptxas tells them, for each kernel of a call, and whether any spills."""
-        found = _compile(case, self._sharding)
+        found = _compile(case, self._mesh)
         spills = [text for _, text, spilled in found if spilled]
         return "; ".join(spills or [text for _, text, _ in found]), bool(spills)
 
@@ -320,14 +298,12 @@ def targets() -> list[Target]:
     return [Target()]
 
 
-def _compile(case, sharding) -> list[tuple[str, str, bool]]:
+def _compile(case, mesh) -> list[tuple[str, str, bool]]:
     # kernel, registers and spills for each kernel of a call
     dump = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
     for old in dump.iterdir():
         old.unlink()
-    function, arrays = case.build()
-    structs = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), arrays)
-    jax.jit(function).trace(structs).lower(lowering_platforms=("cuda",)).compile()
+    aot_nvidia.compile_for(mesh, case)
     found = []
     for path in sorted(dump.glob("*.ptxas")):
         text = path.read_text()

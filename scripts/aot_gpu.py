@@ -4,46 +4,19 @@
 
 import dataclasses
 import functools
-import os
-import sysconfig
 import warnings
 from collections.abc import Callable
 
-# Read when jax is imported: no look-up of cuDNN, and no device but the described ones.
-os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["PATH"] = f"{sysconfig.get_paths()['purelib']}/nvidia/cu13/bin:{os.environ['PATH']}"  # ptxas
-
+import aot_nvidia
 import aot_shapes
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels._common import latent_rows
 from pallas_kernels.attention import gpu as attention
 from pallas_kernels.merge_states import gpu as merge_states
 from pallas_kernels.mla import gpu as mla
-
-_DEVICE = """
-gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: {cores}
-  fpus_per_core: 128 shared_memory_per_block: 49152 shared_memory_per_core: {core_memory}
-  shared_memory_per_block_optin: {memory} block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: 2000000000000 l2_cache_size: 41943040 clock_rate_ghz: 1.5 device_memory_size: 80000000000
-  cuda_compute_capability {{ major: {major} minor: {minor} }}
-}}
-platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{kind}"
-"""
-_GPUS = {  # multiprocessors, bytes of shared memory for a program, compute capability, device kind
-    "sm80": (108, 166912, (8, 0), "NVIDIA A100-SXM4-80GB"),
-    "sm89": (58, 101376, (8, 9), "NVIDIA L4"),
-    "sm90": (132, 232448, (9, 0), "NVIDIA H200"),
-    "sm100": (148, 232448, (10, 0), "NVIDIA B200"),
-    "sm120": (188, 101376, (12, 0), "NVIDIA RTX PRO 6000 Blackwell Server Edition"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,21 +141,11 @@ class Target:
 
     def __init__(self, name: str):
         self.name = name
-        cores, memory, (major, minor), kind = _GPUS[name]
-        core_memory = memory + 1024
-        text = _DEVICE.format(cores=cores, memory=memory, core_memory=core_memory, major=major, minor=minor, kind=kind)
-        topology = topologies.get_topology_desc(
-            platform="cuda", topology_name=name, topology="1x1x1", target_config=text
-        )
-        self._mesh = Mesh(np.array(topology.devices[:1]), ("x",))
+        self._mesh = aot_nvidia.mesh_of(name)
 
     def compile(self, case) -> tuple[str, bool]:
         """What is known of a compiled call; XLA gives no registers of these kernels."""
-        function, arrays = case.build()
-        sharding = NamedSharding(self._mesh, PartitionSpec())
-        structs = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), arrays)
-        with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
-            jax.jit(function).trace(structs).lower(lowering_platforms=("cuda",)).compile()
+        aot_nvidia.compile_for(self._mesh, case)
         return "compiled", False
 
 
@@ -206,5 +169,5 @@ class Rocm:
 def targets(names: str) -> list[Target | Rocm]:
     """What is compiled for, by names with commas between them; all and ROCm by default."""
     warnings.simplefilter("ignore", DeprecationWarning)  # of the lowering, which this set is isolated for
-    wanted = names.split(",") if names else [*_GPUS, "rocm"]
+    wanted = names.split(",") if names else [*aot_nvidia.GPUS, "rocm"]
     return [Rocm() if name == "rocm" else Target(name) for name in wanted]

@@ -26,12 +26,11 @@ import jax.numpy as jnp
 import matplotlib
 from flax import nnx
 
-from jattn.combinators.accept import append, finish
 from jattn.combinators.budget import accept_chance
 from jattn.combinators.costs import Variant
 from jattn.combinators.model_drafts import LanguageModel, Lineage, propose
 from jattn.combinators.ngram import find_many, ngram_tree
-from jattn.combinators.round import to_the_front
+from jattn.combinators.round import advance, to_the_front
 from jattn.combinators.tree import link, prune_ranked, walk
 from jattn.combinators.verify import verify_tree
 from jattn.loaders.chat import render_chat
@@ -201,14 +200,8 @@ def _stages(engine: Engine, model, drafter, arm: Arm, request: Request, repeats:
 
     def accept(_, state, tree, targets):
         path, new, accepted = walk(tree, targets, max_depth=arm.num_steps)
-        counts, status = finish(new, accepted + 1, state.seq_lens + 1, state.limits, state.stop_ids)
-        return dataclasses.replace(
-            state,
-            cache=to_the_front(state.cache, state, path, accepted),
-            tokens=append(state.tokens, state.seq_lens + 1, new, counts),
-            seq_lens=state.seq_lens + counts,
-            status=status,
-        )
+        moved = dataclasses.replace(state, cache=to_the_front(state.cache, state, path, accepted))
+        return advance(moved, new, accepted)[0]
 
     programs = dict(zip(STAGES, map(with_models, (draft, verify, accept)), strict=True))
     times: dict[str, list[float]] = {stage: [] for stage in STAGES}

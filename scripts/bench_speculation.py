@@ -37,12 +37,11 @@ from eval_prompts import read_eval
 from flax import nnx
 
 from jattn.cache import Cache
-from jattn.combinators.accept import append, finish
 from jattn.combinators.costs import Variant
 from jattn.combinators.extend import extend
 from jattn.combinators.model_drafts import propose
 from jattn.combinators.ngram import NUM_CLASSES
-from jattn.combinators.round import decode_round, to_the_front
+from jattn.combinators.round import advance, decode_round, to_the_front
 from jattn.combinators.state import DecodeState, Status
 from jattn.combinators.tree import link, prune_ranked, walk
 from jattn.combinators.verify import verify_tree
@@ -351,24 +350,14 @@ def whole_round(model, head: DraftHead, state: DecodeState, arm: Arm, shape: Var
 
 def accepted_into(state: DecodeState, tree, targets, features, arm: Arm):
     """What follows verification -> state, new tokens i32[seqs]."""
-    active = state.decoding
     path, new, kept = walk(tree, targets, max_depth=arm.num_steps)
-    counts, status = finish(new, jnp.where(active, kept + 1, 0), state.seq_lens + 1, state.limits, state.stop_ids)
-    counts = jnp.where(active, counts, 0)
     cache = to_the_front(state.cache, state, path, kept)
     seq = jnp.arange(path.shape[0], dtype=jnp.int32)[:, None]
     draft = state.draft
     if features is not None and draft.features is not None:
-        read = jnp.where(active[:, None, None], features[seq, path], draft.features)
+        read = jnp.where(state.decoding[:, None, None], features[seq, path], draft.features)
         draft = dataclasses.replace(draft, features=read)
-    return dataclasses.replace(
-        state,
-        cache=cache,
-        draft=draft,
-        tokens=append(state.tokens, state.seq_lens + 1, new, counts),
-        seq_lens=state.seq_lens + counts,
-        status=jnp.where(active, status, state.status),
-    ), counts
+    return advance(dataclasses.replace(state, cache=cache, draft=draft), new, kept)
 
 
 def _served(args, loaded: LoadedModel, prompts: dict[str, list[list[int]]]) -> dict[str, Any]:

@@ -198,16 +198,9 @@ def _on_first_branch(first_branch, done: _Verified):
 
 def _settle(state: DecodeState, targets: Chosen, accepted, take, index, shapes) -> tuple[DecodeState, RoundReport]:
     # targets [seqs, drafts on a path + 1]: what the target says behind the newest token and each accepted draft
-    active, num_known, new = state.decoding, state.seq_lens + 1, targets.tokens
-    counts, status = finish(new, jnp.where(active, accepted + 1, 0), num_known, state.limits, state.stop_ids)
-    counts = jnp.where(active, counts, 0)
+    new = targets.tokens
     width = new.shape[1]
-    state = dataclasses.replace(
-        state,
-        tokens=append(state.tokens, num_known, new, counts),
-        seq_lens=state.seq_lens + counts,
-        status=jnp.where(active, status, state.status),
-    )
+    state, counts = advance(state, new, accepted)
     return state, RoundReport(
         tokens=jnp.where(jnp.arange(width)[None] < counts[:, None], new, -1),
         counts=counts,
@@ -216,6 +209,23 @@ def _settle(state: DecodeState, targets: Chosen, accepted, take, index, shapes) 
         rows=jnp.asarray([*(v.rows for v in shapes), 0], jnp.int32)[index],
         logprobs=targets.logprobs,
     )
+
+
+def advance(state: DecodeState, new: jax.Array, accepted: jax.Array) -> tuple[DecodeState, jax.Array]:
+    """Append the tokens of a round to the slots that decode, up to a stop token or limit.
+
+    Args: new: i32[seqs, width], the target's token behind the newest one and each accepted draft. accepted: i32[seqs].
+    Returns: the state, and how many tokens each slot got, i32[seqs].
+    """
+    active, num_known = state.decoding, state.seq_lens + 1
+    counts, status = finish(new, jnp.where(active, accepted + 1, 0), num_known, state.limits, state.stop_ids)
+    counts = jnp.where(active, counts, 0)
+    return dataclasses.replace(
+        state,
+        tokens=append(state.tokens, num_known, new, counts),
+        seq_lens=state.seq_lens + counts,
+        status=jnp.where(active, status, state.status),
+    ), counts
 
 
 def _propose(state: DecodeState, active, num_known, num_steps: int, shapes):

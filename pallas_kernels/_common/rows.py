@@ -43,6 +43,30 @@ def check_paged(pages: jax.Array, page_table: jax.Array, seq_lens: jax.Array) ->
         )
 
 
+def check_heads(q: jax.Array, kv_heads: int, k_dim: int) -> None:
+    """Raise ValueError if queries [tokens, q_heads, dim] do not go with `kv_heads` keys of `k_dim`."""
+    if q.shape[1] % kv_heads or q.shape[2] != k_dim:
+        raise ValueError(
+            f"q has {q.shape[1]} heads of {q.shape[2]}, the keys {kv_heads} of {k_dim}: want a multiple of the heads, "
+            "and equal widths"
+        )
+
+
+def check_lens(seq_lens: jax.Array, cu_q_lens: jax.Array) -> None:
+    """Raise ValueError if the first rows of the requests' queries are not one more than the requests."""
+    if cu_q_lens.shape != (seq_lens.shape[0] + 1,):
+        raise ValueError(f"cu_q_lens.shape={cu_q_lens.shape} for {seq_lens.shape[0]} requests: want one entry more")
+
+
+def check_splits(num_splits: int, sinks: jax.Array | None) -> None:
+    """Raise ValueError if keys cannot be attended in `num_splits` parts, or sinks would count in each of them."""
+    if num_splits < 1 or (num_splits > 1 and sinks is not None):
+        raise ValueError(
+            f"num_splits={num_splits} with sinks {'given' if sinks is not None else 'None'}: want at least 1, and "
+            "sinks applied once, after merge_states, when there is more than one"
+        )
+
+
 def of_slots(
     pages: jax.Array, slots: jax.Array, page_offset: jax.Array | int, num_pages: int | None
 ) -> tuple[jax.Array, jax.Array]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels._common import float8, masks, rows, tiles
+from pallas_kernels._common import float8, masks, partial_states, rows, tiles
 from pallas_kernels._common.masks import Rules, Tree
 from pallas_kernels.attention.gpu_config import Config, heuristic
 from pallas_kernels.attention.gpu_kernel import Arrays, Static, program
@@ -160,18 +160,9 @@ def attend(
     """
     tokens, q_heads, k_dim = q.shape
     kv_heads, v_dim = k.shape[1], latent_dim if v is None else v.shape[2]
-    if q_heads % kv_heads or (v is not None and k.shape[2] != k_dim):
-        raise ValueError(
-            f"q has {q_heads} heads of {k_dim}, the keys {kv_heads} of {k.shape[2]}: want a multiple of the heads, and "
-            "equal widths"
-        )
-    if cu_q_lens.shape != (seq_lens.shape[0] + 1,):
-        raise ValueError(f"cu_q_lens.shape={cu_q_lens.shape} for {seq_lens.shape[0]} requests: want one entry more")
-    if num_splits < 1 or (num_splits > 1 and sinks is not None):
-        raise ValueError(
-            f"num_splits={num_splits} with sinks {'given' if sinks is not None else 'None'}: want at least 1, and "
-            "sinks applied once, after merge_states, when there is more than one"
-        )
+    rows.check_heads(q, kv_heads, k_dim if v is None else k.shape[2])
+    rows.check_lens(seq_lens, cu_q_lens)
+    rows.check_splits(num_splits, sinks)
     narrow = kind in float8.KINDS
     if q.dtype not in _FLOATS or (not narrow and kind not in (q.dtype, jnp.int8)):
         raise ValueError(
@@ -183,8 +174,7 @@ def attend(
             f"{k.size} 8-bit keys: from 2**31 to 2**32 the lowering counts with a sign in 32 bits; use fewer or more"
         )
     if tokens == 0 or seq_lens.shape[0] == 0 or k.shape[0] == 0:
-        lead, dtype = ((num_splits,), jnp.float32) if num_splits > 1 else ((), q.dtype)
-        return jnp.zeros((*lead, tokens, q_heads, v_dim), dtype), jnp.full((*lead, tokens, q_heads), -jnp.inf)
+        return partial_states.nothing((tokens, q_heads), v_dim, q.dtype, num_splits)
     group = q_heads // kv_heads
     room = k.shape[0] if page_size is None else where.shape[1] * page_size
     config = config or heuristic(
@@ -235,11 +225,7 @@ def attend(
     else:
         out, lse = merge_gpu.merge_states(out, lse, interpret=interpret)
         out = out if sinks is None else apply_sinks(out, lse, sinks)
-    if num_splits == 1:
-        return out.astype(q.dtype), lse
-    # The kernel cuts the keys itself: the first part is everything, the others are neutral.
-    more = [(0, num_splits - 1)]
-    return jnp.pad(out[None], more + [(0, 0)] * 3), jnp.pad(lse[None], more + [(0, 0)] * 2, constant_values=-jnp.inf)
+    return partial_states.in_parts(out if num_splits > 1 else out.astype(q.dtype), lse, num_splits)
 
 
 def _tiles(static: Static, seq_lens, cu_q_lens, tree: Tree | None, max_q_len: int, tokens: int) -> jax.Array:
@@ -249,8 +235,6 @@ def _tiles(static: Static, seq_lens, cu_q_lens, tree: Tree | None, max_q_len: in
     chosen = cu_q_lens[1:] - cu_q_lens[:-1] <= max_q_len
     cut, _ = tiles.make(seq_lens, cu_q_lens, chosen, num_tiles=num, block_q=block_q)
     cut = masks.narrow(cut, static.rules, tree, block_q)
-    if static.page_size is not None:  # no entry past the table's width is asked for, whatever the lengths say
-        cut = cut._replace(low=jnp.maximum(cut.low, 0))
     return jnp.stack([x.astype(jnp.int32) for x in cut], axis=1)
 
 

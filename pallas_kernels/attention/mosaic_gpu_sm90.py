@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._common import float8, masks, rows
+from pallas_kernels._common import float8, masks, partial_states, rows
 from pallas_kernels._common.masks import Rules
 from pallas_kernels.attention import mosaic_gpu_sm90_schedule as schedules
 from pallas_kernels.attention.mosaic_gpu_sm90_config import HEAD_DIMS, PAGE_SIZES, Config, heuristic
@@ -71,8 +71,7 @@ def paged_attention(
             f"sm_scale={sm_scale}: the Hopper kernel takes maxima before it scales, so want a positive one"
         )
     if tokens == 0 or seq_lens.shape[0] == 0:  # no request: no program
-        lead, dtype = ((num_splits,), jnp.float32) if num_splits > 1 else ((), q.dtype)
-        return jnp.zeros((*lead, tokens, q_heads, v_dim), dtype), jnp.full((*lead, tokens, q_heads), -jnp.inf)
+        return partial_states.nothing((tokens, q_heads), v_dim, q.dtype, num_splits)
     group = q_heads // kv_heads
     rules = Rules(sm_scale=sm_scale, mask=mask, logit_soft_cap=logit_soft_cap, sliding_window=sliding_window)
     tree = masks.make_tree(rules, tokens, tree_bits, tree_starts, tree_kv_positions, q_positions)
@@ -153,11 +152,7 @@ def paged_attention(
         shape = Shape(kv_heads, group, static.block_q * group, v_dim, sinks is not None)
         out, lse = (merge_plain if interpret else merge)(out, lse, *parts, schedule.merges, sinks, shape)
     out, lse = out.reshape(tokens, q_heads, v_dim), lse.reshape(tokens, q_heads)
-    if num_splits == 1:
-        return out, lse
-    # The kernel cuts the keys itself: the first part is everything, the others are neutral.
-    more = [(0, num_splits - 1)]
-    return jnp.pad(out[None], more + [(0, 0)] * 3), jnp.pad(lse[None], more + [(0, 0)] * 2, constant_values=-jnp.inf)
+    return partial_states.in_parts(out, lse, num_splits)
 
 
 def _launch(static: Static, arrays: Arrays, out_dtype, interpret) -> tuple[jax.Array, ...]:

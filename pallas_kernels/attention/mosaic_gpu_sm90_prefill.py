@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._common import float8, rows
+from pallas_kernels._common import float8, partial_states, rows
 from pallas_kernels._common.masks import Rules
 from pallas_kernels.attention import mosaic_gpu_sm90_prefill_schedule as schedules
 from pallas_kernels.attention.mosaic_gpu_sm90_config import PAGE_SIZES
@@ -106,9 +106,8 @@ def _attend(q, k, v, kind, rules: Rules, sinks, scales, num_splits, config, sche
     if narrow:
         k, v = (float8.to_stored(x, jnp.uint8) for x in (k, v))
     out_dtype = q.dtype if num_splits == 1 else jnp.float32
-    lead = (num_splits,) if num_splits > 1 else ()
     if tokens == 0 or lens["seq_lens"].shape[0] == 0 or k.shape[0] == 0:  # no request, or no keys at all
-        return jnp.zeros((*lead, tokens, q_heads, v_dim), out_dtype), jnp.full((*lead, tokens, q_heads), -jnp.inf)
+        return partial_states.nothing((tokens, q_heads), v_dim, q.dtype, num_splits)
     plain = sinks is None and rules.logit_soft_cap is None and rules.sliding_window is None
     gathers = bool(paging) and k.shape[1] < 8
     config = config or heuristic(k_dim=k_dim, v_dim=v_dim, narrow_kv=narrow, gathers=gathers, plain=plain)
@@ -147,11 +146,7 @@ def _attend(q, k, v, kind, rules: Rules, sinks, scales, num_splits, config, sche
     )
     out, lse = _launch(static, arrays, out_dtype, lens["max_q_len"])
     out, lse = out.reshape(tokens, q_heads, v_dim), lse.reshape(tokens, q_heads)
-    if num_splits == 1:
-        return out, lse
-    # Queries fill the card: the first part is everything, the others are neutral.
-    more = [(0, num_splits - 1)]
-    return jnp.pad(out[None], more + [(0, 0)] * 3), jnp.pad(lse[None], more + [(0, 0)] * 2, constant_values=-jnp.inf)
+    return partial_states.in_parts(out, lse, num_splits)  # queries fill the card: nothing is cut
 
 
 def _launch(static: Static, arrays: Arrays, out_dtype, max_q_len: int) -> tuple[jax.Array, jax.Array]:
@@ -234,10 +229,7 @@ def _check(q, k, v, k_scale, v_scale, kind, rules: Rules, lens) -> None:
         raise ValueError(
             f"sm_scale={rules.sm_scale}: the Hopper kernel takes maxima before it scales, so want a positive one"
         )
-    if lens["cu_q_lens"].shape != (lens["seq_lens"].shape[0] + 1,):
-        raise ValueError(
-            f"cu_q_lens.shape={lens['cu_q_lens'].shape} for {lens['seq_lens'].shape[0]} requests: want one entry more"
-        )
+    rows.check_lens(lens["seq_lens"], lens["cu_q_lens"])
 
 
 def _check_config(config: Config, k_dim: int, v_dim: int, group: int, narrow: bool) -> None:

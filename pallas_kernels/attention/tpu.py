@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels._common import float8, masks, tpu_rows
 from pallas_kernels._common.masks import Rules, Tree
+from pallas_kernels._common.rows import check_splits
 from pallas_kernels._common.tpu_devices import Device, device_named
 from pallas_kernels._common.tpu_rows import LANES, LatentRow, Row, round_up
 from pallas_kernels.attention import tpu_operands
@@ -305,8 +306,4 @@ def _check(q, pool, v_pages, kind, row: Row, page_table, seq_lens, cu_q_lens, nu
             f"page_table{list(page_table.shape)}, seq_lens{list(seq_lens.shape)}, cu_q_lens{list(cu_q_lens.shape)}: "
             "want a row a request, and one entry more in cu_q_lens"
         )
-    if num_splits < 1 or (num_splits > 1 and sinks is not None):
-        raise ValueError(
-            f"num_splits={num_splits} with sinks {'given' if sinks is not None else 'None'}: want at least 1, and "
-            "sinks applied once, after merge_states, when there is more than one"
-        )
+    check_splits(num_splits, sinks)

@@ -130,20 +130,10 @@ def attend_stored(
     config: Config | tuple[Config, ...] | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over rows however they are stored; arguments, results and errors as in `paged_attention`."""
-    kv_heads, q_heads = stored.kv_heads, q.shape[1]
-    if q_heads % kv_heads or q.shape[2] != stored.k_dim:
-        raise ValueError(
-            f"q has {q_heads} heads of {q.shape[2]}, the keys {kv_heads} of {stored.k_dim}: want a multiple of "
-            "the heads, and equal widths"
-        )
-    if cu_q_lens.shape != (seq_lens.shape[0] + 1,):
-        raise ValueError(f"cu_q_lens.shape={cu_q_lens.shape} for {seq_lens.shape[0]} requests: want one entry more")
-    if num_splits < 1 or (num_splits > 1 and sinks is not None):
-        raise ValueError(
-            f"num_splits={num_splits} with sinks {'given' if sinks is not None else 'None'}: want at least 1, and "
-            "sinks applied once, after merge_states, when there is more than one"
-        )
+    rows.check_heads(q, stored.kv_heads, stored.k_dim)
+    rows.check_lens(seq_lens, cu_q_lens)
+    rows.check_splits(num_splits, sinks)
     if config is None:
-        config = heuristic(max_q_len=max_q_len, group=q_heads // kv_heads)
+        config = heuristic(max_q_len=max_q_len, group=q.shape[1] // stored.kv_heads)
     problem = blocked.Problem(q, stored, seq_lens, cu_q_lens, sinks, tree, rules, max_q_len, num_splits)
     return blocked.attend(problem, config if isinstance(config, tuple) else (config,))

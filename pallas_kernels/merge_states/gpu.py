@@ -4,13 +4,14 @@ Source: https://pytorch.org/blog/flash-decoding/ (reduction); arXiv:2205.14135, 
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels._common import partial_states
 
 _ELEMENTS = 2048  # a program
 
@@ -22,12 +23,11 @@ def merge_states(out: jax.Array, lse: jax.Array, *, interpret: bool = False) -> 
     Returns: out [..., v_dim] in `out.dtype`, lse f32[...].
     Raises: ValueError if the shapes disagree.
     """
-    if out.shape[:-1] != lse.shape:
-        raise ValueError(f"out.shape={out.shape} but lse.shape={lse.shape}: want out to have one more axis, v_dim")
-    splits, v_dim, lead = out.shape[0], out.shape[-1], out.shape[1:-1]
-    rows = math.prod(lead)
-    if rows == 0 or splits == 0 or v_dim == 0:
-        return jnp.zeros((*lead, v_dim), out.dtype), jnp.full(lead, -jnp.inf, jnp.float32)
+    lead = out.shape[1:-1]
+    out, lse = partial_states.flat(out, lse)
+    splits, rows, v_dim = out.shape
+    if out.size == 0:
+        return partial_states.nothing(lead, v_dim, out.dtype)
     block_v = 1 << (v_dim - 1).bit_length()
     block_rows = max(1, _ELEMENTS // block_v)
     launch = pl.pallas_call(
@@ -43,7 +43,7 @@ def merge_states(out: jax.Array, lse: jax.Array, *, interpret: bool = False) -> 
         interpret=interpret,
         name="jattn_gpu_merge",
     )
-    merged, merged_lse = launch(out.reshape(splits, rows, v_dim), lse.astype(jnp.float32).reshape(splits, rows))
+    merged, merged_lse = launch(out, lse)
     return merged.reshape(*lead, v_dim), merged_lse.reshape(lead)
 
 

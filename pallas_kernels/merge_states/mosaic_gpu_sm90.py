@@ -4,7 +4,6 @@ Source: https://pytorch.org/blog/flash-decoding/ (reduction); arXiv:2205.14135, 
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._common import partial_states
 from pallas_kernels.merge_states.config import Config, heuristic
 
 _TILE = plgpu.Layout.WGMMA  # 64 rows: a warpgroup's natural tile, and its row vectors need no transposition
@@ -100,16 +100,13 @@ def merge_states(
     Returns: out [..., v_dim] in `out.dtype`, lse f32[...].
     Raises: ValueError if the shapes disagree.
     """
-    if out.shape[:-1] != lse.shape:
-        raise ValueError(f"out.shape={out.shape} but lse.shape={lse.shape}: want out to have one more axis, v_dim")
-    splits, v_dim, lead = out.shape[0], out.shape[-1], out.shape[1:-1]
-    rows = math.prod(lead)
-    if rows == 0 or splits == 0 or v_dim == 0:
-        return jnp.zeros((*lead, v_dim), out.dtype), jnp.full(lead, -jnp.inf, jnp.float32)
+    lead = out.shape[1:-1]
+    out, lse = partial_states.flat(out, lse)
+    splits, rows, v_dim = out.shape
+    if out.size == 0:
+        return partial_states.nothing(lead, v_dim, out.dtype)
     config = config or heuristic(v_dim=v_dim)
     more_rows, more_cols = -rows % config.block_rows, -v_dim % config.block_v
-    out = out.reshape(splits, rows, v_dim)
-    lse = lse.astype(jnp.float32).reshape(splits, rows)
     if more_rows or more_cols:
         out = jnp.pad(out, ((0, 0), (0, more_rows), (0, more_cols)))
         lse = jnp.pad(lse, ((0, 0), (0, more_rows)), constant_values=-jnp.inf)

@@ -5,12 +5,13 @@ Source: https://pytorch.org/blog/flash-decoding/ (reduction); arXiv:2205.14135, 
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels._common import partial_states
 
 _LANES = 128
 _STEP = 8  # parts a step: the rows of a register of their weights
@@ -88,17 +89,16 @@ def merge_states(
     Returns: out [..., v_dim] in `out.dtype`, lse f32[...].
     Raises: ValueError if the shapes disagree.
     """
-    if out.shape[:-1] != lse.shape:
-        raise ValueError(f"out.shape={out.shape} but lse.shape={lse.shape}: want out to have one more axis, v_dim")
-    splits, v_dim, lead = out.shape[0], out.shape[-1], out.shape[1:-1]
-    rows = math.prod(lead)
-    if rows == 0 or splits == 0 or v_dim == 0:
-        return jnp.zeros((*lead, v_dim), out.dtype), jnp.full(lead, -jnp.inf, jnp.float32)
+    lead = out.shape[1:-1]
+    out, lse = partial_states.flat(out, lse)
+    splits, rows, v_dim = out.shape
+    if out.size == 0:
+        return partial_states.nothing(lead, v_dim, out.dtype)
     config = config or heuristic(splits=splits, v_dim=v_dim, itemsize=out.dtype.itemsize)
-    lse = jnp.where(lse == jnp.inf, -jnp.inf, lse.astype(jnp.float32)).reshape(splits, rows)
+    lse = jnp.where(lse == jnp.inf, -jnp.inf, lse)
     step = min(splits, _STEP)
     lse = jnp.pad(lse, ((0, -splits % step), (0, 0)), constant_values=-jnp.inf)
-    merged, merged_lse = _launch(out.reshape(splits, rows, v_dim), lse, config, step, interpret)
+    merged, merged_lse = _launch(out, lse, config, step, interpret)
     return merged.reshape(*lead, v_dim), merged_lse.reshape(lead)
 
 

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._common import partial_states
+
 
 def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """One state from partial ones. (0, -inf) is the neutral state; +inf counts as -inf.
@@ -11,8 +13,7 @@ def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     Returns: out [..., v_dim] in `out.dtype`, lse f32[...].
     Raises: ValueError if the shapes disagree.
     """
-    if out.shape[:-1] != lse.shape:
-        raise ValueError(f"out.shape={out.shape} but lse.shape={lse.shape}: want out to have one more axis, v_dim")
+    partial_states.check(out, lse)
     lse = jnp.where(lse == jnp.inf, -jnp.inf, lse.astype(jnp.float32))
     top = jnp.max(lse, axis=0)
     safe = jnp.where(top == -jnp.inf, 0.0, top)  # all empty: exp(-inf - 0) = 0, not NaN

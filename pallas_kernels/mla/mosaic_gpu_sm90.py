@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._common import latent_rows, masks, rows
+from pallas_kernels._common import latent_rows, masks, partial_states, rows
 from pallas_kernels._common.masks import Rules
 from pallas_kernels.attention import mosaic_gpu_sm90_schedule as schedules
 from pallas_kernels.attention.mosaic_gpu_sm90_merge import Shape, merge, merge_plain
@@ -60,8 +60,7 @@ def attend_latent(
             f"sm_scale={sm_scale}: the Hopper kernel takes maxima before it scales, so want a positive one"
         )
     if tokens == 0 or seq_lens.shape[0] == 0:  # no request: no program
-        lead, dtype = ((num_splits,), jnp.float32) if num_splits > 1 else ((), q.dtype)
-        return jnp.zeros((*lead, tokens, heads, latent_dim), dtype), jnp.full((*lead, tokens, heads), -jnp.inf)
+        return partial_states.nothing((tokens, heads), latent_dim, q.dtype, num_splits)
     page_size = pages.shape[1]
     rules = Rules(sm_scale=sm_scale, mask=mask)
     tree = masks.make_tree(rules, tokens, tree_bits, tree_starts, tree_kv_positions, q_positions)
@@ -121,11 +120,7 @@ def attend_latent(
         shape = Shape(kv_heads=1, group=heads, rows=static.block_q * heads, v_dim=latent_dim, sinks=False)
         out, lse = (merge_plain if interpret else merge)(out, lse, *parts, schedule.merges, None, shape)
     out, lse = out.reshape(tokens, heads, latent_dim), lse.reshape(tokens, heads)
-    if num_splits == 1:
-        return out, lse
-    # The kernel cuts the keys itself: the first part is everything, the others are neutral.
-    more = [(0, num_splits - 1)]
-    return jnp.pad(out[None], more + [(0, 0)] * 3), jnp.pad(lse[None], more + [(0, 0)] * 2, constant_values=-jnp.inf)
+    return partial_states.in_parts(out, lse, num_splits)
 
 
 def _launch(static: Static, arrays: Arrays, out_dtype, interpret) -> tuple[jax.Array, ...]:
