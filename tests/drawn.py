@@ -13,6 +13,7 @@ import numpy as np
 
 import jattn
 from jattn import AttnSpec, ForwardMode, PagedKV
+from jattn.attend import _tree_args
 
 NUM_LAYERS, LAYER = 3, 1
 STORED = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2, "int8": np.int8}
@@ -258,6 +259,41 @@ def cache(setup: Setup, inputs: Inputs, *, held=None) -> PagedKV:
     arrays = (*(pool.view(empty.k.dtype) for pool in pools), *scales)
     names = ("k", "v", "k_scale", "v_scale")
     return dataclasses.replace(empty, **dict(zip(names, map(jnp.asarray, arrays), strict=False)))
+
+
+def plan_of(setup: Setup, seq_lens, q_lens, page_table, tree: dict | None) -> jattn.Plan:
+    """The plan of a batch, on the host or in jit."""
+    sizes = dict(page_size=setup.page_size, num_tokens=setup.num_tokens, max_q_len=setup.max_q_len)
+    nodes = None if tree is None else jattn.Tree(**tree) if setup.max_nodes is not None else tree["bits"]
+    return jattn.make_plan(setup.mode, seq_lens, q_lens, page_table, tree=nodes, **sizes)
+
+
+def asked_of(setup: Setup, plan: jattn.Plan) -> dict:
+    """What a kernel over the drawn layer's pages takes beside queries, keys and the rules of its own."""
+    return dict(
+        page_table=plan.page_table,
+        page_offset=LAYER * setup.num_pages,
+        seq_lens=plan.seq_lens,
+        cu_q_lens=plan.cu_q_lens,
+        max_q_len=plan.max_q_len,
+        sm_scale=setup.spec.sm_scale,
+        mask=setup.mask,
+        num_splits=setup.num_splits,
+        **_tree_args(plan),
+    )
+
+
+def merged(setup: Setup, out, lse):
+    """One state of the parts that a setup asks for, in its dtype."""
+    if setup.num_splits > 1:
+        out, lse = jattn.merge_states(out, lse)
+    return out.astype(setup.dtype), lse
+
+
+def given(ins: Inputs) -> tuple:
+    """Queries, lengths and page table, then the tree or None, as `plan_of` takes them."""
+    tree = None if ins.tree is None else {name: jnp.asarray(x) for name, x in ins.tree.items()}
+    return *(jnp.asarray(x) for x in (ins.q, ins.seq_lens, ins.q_lens, ins.page_table)), tree
 
 
 def take_scales(setup, ins, cache):

@@ -14,7 +14,6 @@ from drawn import Setup
 from watched import CHECKED, assert_no_race
 
 import jattn
-from jattn.attend import _tree_args
 from pallas_kernels._common import latent_rows, tpu_rows
 from pallas_kernels.mla import tpu
 
@@ -27,9 +26,7 @@ def attend(setup: Setup, config, packed=False, writes=False):
 
     @jax.jit
     def run(q, seq_lens, q_lens, page_table, tree, pages, *rows):
-        sizes = dict(page_size=setup.page_size, num_tokens=setup.num_tokens, max_q_len=setup.max_q_len)
-        tree = None if tree is None else jattn.Tree(**tree)
-        plan = jattn.make_plan(setup.mode, seq_lens, q_lens, page_table, tree=tree, **sizes)
+        plan = drawn.plan_of(setup, seq_lens, q_lens, page_table, tree)
         more = dict(slots=plan.write_slots, num_pages=setup.num_pages) if writes else {}
         more |= {} if pages.ndim == 3 else dict(kv_dtype=jnp.float8_e4m3fn if packed else setup.dtype)
         out, lse, *pool = (tpu.write_attend_latent if writes else tpu.attend_latent)(
@@ -37,22 +34,12 @@ def attend(setup: Setup, config, packed=False, writes=False):
             *rows,
             pages,
             latent_dim=setup.v_head_dim,
-            page_table=plan.page_table,
-            page_offset=drawn.LAYER * setup.num_pages,
-            seq_lens=plan.seq_lens,
-            cu_q_lens=plan.cu_q_lens,
-            max_q_len=plan.max_q_len,
-            sm_scale=setup.spec.sm_scale,
-            mask="full" if setup.mask == "full" else plan.mask,
-            num_splits=setup.num_splits,
             config=config,
             interpret=CHECKED,
-            **_tree_args(plan),
+            **drawn.asked_of(setup, plan),
             **more,
         )
-        if setup.num_splits > 1:
-            out, lse = jattn.merge_states(out, lse)
-        return out.astype(setup.dtype), lse, *pool
+        return *drawn.merged(setup, out, lse), *pool
 
     return run
 
@@ -86,11 +73,9 @@ def check(setup: Setup, config, data, packed=False, writes=False):
     """A drawn batch is attended to as right as plain JAX does; what is written lies in the pool, and nothing else."""
     ins = drawn.build(setup, data.draw(drawn.batches(setup)))
     ins.v_scales = ins.k_scales
-    tree = None if ins.tree is None else {name: jnp.asarray(x) for name, x in ins.tree.items()}
-    given = tuple(jnp.asarray(x) for x in (ins.q, ins.seq_lens, ins.q_lens, ins.page_table))
     before = pool_of(setup, ins, packed, ins.seq_lens - ins.q_lens if writes else None)
     rows = [jnp.asarray(x) for x in np.split(ins.k[:, 0], [setup.v_head_dim], axis=1)] if writes else []
-    out, lse, *pool = attend(setup, config, packed, writes)(*given, tree, jnp.asarray(before), *rows)
+    out, lse, *pool = attend(setup, config, packed, writes)(*drawn.given(ins), jnp.asarray(before), *rows)
     assert_no_race()
     if writes:
         want = pool_of(setup, ins, packed)

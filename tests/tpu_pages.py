@@ -13,8 +13,6 @@ import numpy as np
 from drawn import Setup
 from watched import CHECKED, assert_no_race
 
-import jattn
-from jattn.attend import _tree_args
 from pallas_kernels._common import tpu_rows
 from pallas_kernels.attention import tpu, tpu_write
 
@@ -33,10 +31,7 @@ def attend(setup: Setup, config, writes=False):
 
     @jax.jit
     def run(q, seq_lens, q_lens, page_table, tree, sinks, cache, k=None, v=None):
-        sizes = dict(page_size=setup.page_size, num_tokens=setup.num_tokens, max_q_len=setup.max_q_len)
-        if tree is not None:
-            tree = jattn.Tree(**tree) if setup.max_nodes is not None else tree["bits"]
-        plan = jattn.make_plan(setup.mode, seq_lens, q_lens, page_table, tree=tree, **sizes)
+        plan = drawn.plan_of(setup, seq_lens, q_lens, page_table, tree)
         one_scale = cache.k_scale is not None and not cache.token_scales
         more = dict(slots=plan.write_slots, num_pages=cache.num_pages) if writes else {}
         out, lse, *pool = (tpu_write.write_attend if writes else tpu.paged_attention)(
@@ -47,27 +42,17 @@ def attend(setup: Setup, config, writes=False):
             v_scale=cache.v_scale[drawn.LAYER] if one_scale else None,
             kv_dtype=cache.dtype,
             token_scales=setup.token_scales,
-            mask=setup.mask,
-            page_table=plan.page_table,
-            page_offset=drawn.LAYER * cache.num_pages,
-            seq_lens=plan.seq_lens,
-            cu_q_lens=plan.cu_q_lens,
-            max_q_len=plan.max_q_len,
-            sm_scale=spec.sm_scale,
             logit_soft_cap=spec.logit_soft_cap,
             sliding_window=spec.sliding_window,
             sinks=sinks,
             kv_heads=spec.num_kv_heads,
             v_dim=spec.v_head_dim,
-            num_splits=setup.num_splits,
             config=config,
             interpret=CHECKED,
-            **_tree_args(plan),
+            **drawn.asked_of(setup, plan),
             **more,
         )
-        if setup.num_splits > 1:
-            out, lse = jattn.merge_states(out, lse)
-        return out.astype(setup.dtype), lse, *pool
+        return *drawn.merged(setup, out, lse), *pool
 
     return run
 
@@ -75,10 +60,8 @@ def attend(setup: Setup, config, writes=False):
 def check(setup, config, data):
     """A drawn batch is attended to as right as plain JAX does."""
     ins = drawn.build(setup, data.draw(drawn.batches(setup)))
-    tree = None if ins.tree is None else {name: jnp.asarray(x) for name, x in ins.tree.items()}
     sinks = None if ins.sinks is None else jnp.asarray(ins.sinks)
-    given = tuple(jnp.asarray(x) for x in (ins.q, ins.seq_lens, ins.q_lens, ins.page_table))
-    out, lse, *_ = attend(setup, config)(*given, tree, sinks, drawn.cache(setup, ins))
+    out, lse, *_ = attend(setup, config)(*drawn.given(ins), sinks, drawn.cache(setup, ins))
     earned.compare(setup, ins, out, lse)
     assert_no_race()
 
@@ -86,12 +69,10 @@ def check(setup, config, data):
 def check_written(setup, config, data):
     """Keys that the call brings are attended to, and lie in the pool afterwards; nothing else there changed."""
     ins = drawn.build(setup, data.draw(drawn.batches(setup)))
-    tree = None if ins.tree is None else {name: jnp.asarray(x) for name, x in ins.tree.items()}
     sinks = None if ins.sinks is None else jnp.asarray(ins.sinks)
-    given = tuple(jnp.asarray(x) for x in (ins.q, ins.seq_lens, ins.q_lens, ins.page_table))
     before = drawn.cache(setup, ins, held=ins.seq_lens - ins.q_lens)
     out, lse, pool = attend(setup, config, writes=True)(
-        *given, tree, sinks, before, jnp.asarray(ins.k), jnp.asarray(ins.v)
+        *drawn.given(ins), sinks, before, jnp.asarray(ins.k), jnp.asarray(ins.v)
     )
     assert_no_race()
     row = tpu_rows.Row(kv_heads=setup.num_kv_heads, k_dim=setup.spec.head_dim, v_dim=setup.spec.v_head_dim)

@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 from drawn import Setup
 
-import jattn
-from jattn.attend import _tree_args
 from pallas_kernels.attention import gpu
 from pallas_kernels.attention.gpu import Config
 from pallas_kernels.attention.gpu_config import heuristic, shared_bytes
@@ -60,9 +58,7 @@ def attend(setup: Setup, config):
 
     @jax.jit
     def run(q, seq_lens, q_lens, page_table, tree, sinks, cache):
-        sizes = dict(page_size=setup.page_size, num_tokens=setup.num_tokens, max_q_len=setup.max_q_len)
-        tree = None if tree is None else jattn.Tree(**tree) if setup.max_nodes is not None else tree["bits"]
-        plan = jattn.make_plan(setup.mode, seq_lens, q_lens, page_table, tree=tree, **sizes)
+        plan = drawn.plan_of(setup, seq_lens, q_lens, page_table, tree)
         one_scale = cache.k_scale is not None and not cache.token_scales
         out, lse = gpu.paged_attention(
             q,
@@ -71,34 +67,22 @@ def attend(setup: Setup, config):
             k_scale=cache.k_scale[drawn.LAYER] if one_scale else cache.k_scale,
             v_scale=cache.v_scale[drawn.LAYER] if one_scale else cache.v_scale,
             kv_dtype=cache.dtype,
-            mask=setup.mask,
-            page_table=plan.page_table,
-            page_offset=drawn.LAYER * cache.num_pages,
-            seq_lens=plan.seq_lens,
-            cu_q_lens=plan.cu_q_lens,
-            max_q_len=plan.max_q_len,
-            sm_scale=spec.sm_scale,
             logit_soft_cap=spec.logit_soft_cap,
             sliding_window=spec.sliding_window,
             sinks=sinks,
-            num_splits=setup.num_splits,
             config=config,
             interpret=True,
-            **_tree_args(plan),
+            **drawn.asked_of(setup, plan),
         )
-        if setup.num_splits > 1:
-            out, lse = jattn.merge_states(out, lse)
-        return out.astype(setup.dtype), lse
+        return drawn.merged(setup, out, lse)
 
     return run
 
 
 def check(setup, config, data):
     ins = drawn.build(setup, data.draw(drawn.batches(setup)))
-    tree = None if ins.tree is None else {name: jnp.asarray(x) for name, x in ins.tree.items()}
     sinks = None if ins.sinks is None else jnp.asarray(ins.sinks)
-    given = tuple(jnp.asarray(x) for x in (ins.q, ins.seq_lens, ins.q_lens, ins.page_table))
-    out, lse = attend(setup, config)(*given, tree, sinks, drawn.cache(setup, ins))
+    out, lse = attend(setup, config)(*drawn.given(ins), sinks, drawn.cache(setup, ins))
     earned.compare(setup, ins, out, lse)
 
 

@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 from drawn import Setup
 
-import jattn
-from jattn.attend import _tree_args
 from pallas_kernels._common import latent_rows
 from pallas_kernels.attention.gpu_config import Config
 from pallas_kernels.mla import gpu, xla
@@ -39,24 +37,14 @@ def attend(setup: Setup, config):
 
     @jax.jit
     def run(q, seq_lens, q_lens, page_table, tree, pages):
-        sizes = dict(page_size=setup.page_size, num_tokens=setup.num_tokens, max_q_len=setup.max_q_len)
-        plan = jattn.make_plan(
-            setup.mode, seq_lens, q_lens, page_table, tree=None if tree is None else tree["bits"], **sizes
-        )
+        plan = drawn.plan_of(setup, seq_lens, q_lens, page_table, tree)
         return gpu.attend_latent(
             q,
             pages,
             latent_dim=setup.v_head_dim,
-            page_table=plan.page_table,
-            page_offset=drawn.LAYER * setup.num_pages,
-            seq_lens=plan.seq_lens,
-            cu_q_lens=plan.cu_q_lens,
-            max_q_len=plan.max_q_len,
-            sm_scale=setup.spec.sm_scale,
-            mask=setup.mask,
             config=config,
             interpret=True,
-            **_tree_args(plan),
+            **drawn.asked_of(setup, plan),
         )
 
     return run
@@ -66,9 +54,7 @@ def check(setup, config, data):
     ins = drawn.build(setup, data.draw(drawn.batches(setup)))
     ins.values = [keys[..., : setup.v_head_dim] for keys in ins.keys]  # the front of the row
     ins.v_scales = ins.k_scales
-    tree = None if ins.tree is None else {name: jnp.asarray(x) for name, x in ins.tree.items()}
-    given = tuple(jnp.asarray(x) for x in (ins.q, ins.seq_lens, ins.q_lens, ins.page_table))
-    out, lse = attend(setup, config)(*given, tree, drawn.cache(setup, ins).k[:, :, 0])
+    out, lse = attend(setup, config)(*drawn.given(ins), drawn.cache(setup, ins).k[:, :, 0])
     earned.compare(setup, ins, out, lse)
 
 
