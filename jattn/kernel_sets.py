@@ -83,7 +83,6 @@ KERNELS: tuple[KernelRow, ...] = (
         provides=_ALL_MHA,
         function=merge_sm90.merge_states,
         interpreted=functools.partial(merge_sm90.merge_states, interpret=plgpu.InterpretGPUParams()),
-        when_asked=True,
     ),
     KernelRow(
         set="hopper",

@@ -26,7 +26,7 @@ _GPU = _ROCM | dict.fromkeys(_PORTABLE, Evidence.COMPILED)
 _HOPPER = _GPU | {
     "hopper/attend": Evidence.MEASURED,
     "hopper/write_kv": Evidence.MEASURED,
-    "hopper/merge_states": Evidence.COMPILED,
+    "hopper/merge_states": Evidence.MEASURED,
     "hopper/attend_latent": Evidence.COMPILED,
 }
 _TPU = _evidence(tpu=Evidence.COMPILED, xla=_LOWERED)

@@ -60,8 +60,11 @@ def widen(ring, wide, stage, kind) -> None:
     if chunks <= at_once:
         some(0, chunks)
     else:
-        end = chunks // at_once + jnp.minimum(stage, 0)  # no constant, or all rounds' addresses are kept in registers
+        rounds, rest = divmod(chunks, at_once)
+        end = rounds + jnp.minimum(stage, 0)  # no constant, or all rounds' addresses are kept in registers
         lax.fori_loop(0, end, lambda i, _: some(i * at_once, at_once), None)
+        if rest:  # 128 rows of 80 or 96
+            some(rounds * at_once, rest)
     copies.handed_over()
 
 

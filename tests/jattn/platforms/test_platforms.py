@@ -74,7 +74,7 @@ def test_every_kernel_of_a_row_has_evidence_and_nothing_else_does():
         assert set(row.evidence) == {kernel.name for kernel in KERNELS if kernel.set in row.kernel_sets}
     assert set(PLATFORMS["cpu"].evidence.values()) == {Evidence.MEASURED}
     assert set(PLATFORMS["cpu-amx"].evidence.values()) == {Evidence.LOWERED}
-    assert PLATFORMS["cuda-sm90"].evidence["hopper/merge_states"] is Evidence.COMPILED
+    assert PLATFORMS["cuda-sm90"].evidence["hopper/merge_states"] is Evidence.MEASURED
     assert PLATFORMS["cuda-sm90"].evidence["hopper/attend"] is Evidence.MEASURED
     assert PLATFORMS["cuda-sm90"].evidence["gpu/attend"] is Evidence.COMPILED
     assert PLATFORMS["rocm-gfx942"].evidence["gpu/attend"] is Evidence.LOWERED

@@ -51,8 +51,7 @@ def write_attend(spec, choice, mode, q_len, page_size, tree):
 def test_a_bfloat16_step_on_hopper_is_mosaic_kernels(page_size, mode, q_len, tree, extras):
     spec = AttnSpec(num_q_heads=8, num_kv_heads=2, head_dim=128, **extras)
     choice = jattn.resolve(spec, "native", "cuda-sm90")
-    assert [choice.row(op).set for op in ("attend", "write_kv")] == ["hopper"] * 2
-    assert all("merge_states has not run on a device yet" in reason for reason in choice.skipped)
+    assert [row.set for row in choice.rows] == ["hopper"] * 3 and choice.skipped == ()
     step, args = write_attend(spec, choice, ForwardMode[mode], q_len, page_size, tree)
     text = jax.jit(step).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") >= 2  # the write and the attention
