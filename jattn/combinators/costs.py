@@ -32,6 +32,14 @@ def step_cost(rows: int, *, kind: str) -> float:
     return c0 + (c1 - c0) * (rows - n0) / (n1 - n0)
 
 
+def branches_wait(kind: str) -> bool:
+    """Whether the host waits for a branch's index before it launches the branch, as XLA does on GPUs.
+
+    All that was enqueued must end first: between rounds the device idles for some 0.1 ms.
+    """
+    return kind in ("cuda", "rocm")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """One compiled shape of the target step inside a round."""
@@ -44,12 +52,15 @@ class Variant:
 def variants(*, num_seqs: int, num_steps: int, kind: str) -> tuple[Variant, ...]:
     """Shapes worth compiling, smallest first: plain decode, verification of all drafts, and a quarter of either.
 
-    Each shape costs seconds and some 200 MB while XLA:CPU compiles it, so there are three at most.
+    Each shape costs seconds and some 200 MB while XLA:CPU compiles it, so there are three at most. Where a branch makes
+    the host wait (`branches_wait`), a shape must save a fifth of the next larger one's cost.
 
     >>> [(v.rows, v.max_q_len) for v in variants(num_seqs=1, num_steps=15, kind="cpu")]
     [(1, 1), (4, 16), (16, 16)]
     >>> [(v.rows, v.max_q_len) for v in variants(num_seqs=8, num_steps=0, kind="cpu")]
     [(2, 1), (8, 1)]
+    >>> [(v.rows, v.max_q_len) for v in variants(num_seqs=8, num_steps=7, kind="cuda")]
+    [(64, 8)]
     """
     if num_steps == 0:
         shapes = [(num_seqs // 4, 1), (num_seqs, 1)]
@@ -58,4 +69,9 @@ def variants(*, num_seqs: int, num_steps: int, kind: str) -> tuple[Variant, ...]
         shapes = [(num_seqs, 1), (most // 4, num_steps + 1), (most, num_steps + 1)]
         if most // 4 <= num_seqs:
             del shapes[1]
-    return tuple(Variant(rows=rows, max_q_len=width, cost=step_cost(rows, kind=kind)) for rows, width in shapes if rows)
+    kept: list[Variant] = []
+    for rows, width in reversed(shapes):
+        shape = Variant(rows=rows, max_q_len=width, cost=step_cost(rows, kind=kind))
+        if rows and not (kept and branches_wait(kind) and shape.cost > 0.8 * kept[-1].cost):
+            kept.append(shape)
+    return tuple(reversed(kept))

@@ -27,19 +27,21 @@ def decode_round(
     num_steps: int,
     shapes: tuple[Variant, ...],
     sampler: SamplerConfig = TEMPERATURES,
+    may_skip: bool = True,
 ) -> tuple[DecodeState, RoundReport]:
     """Advance every decoding slot by one token or more; the tokens equal plain decoding's.
 
     Args: num_steps: most drafts a request; 0 decodes plainly. shapes: static programs of the target step, from
       `variants`. When no draft is worth its cost the round runs a plain decode shape, and nothing when nobody decodes.
-      sampler: what the program's requests may ask for.
+      sampler: what the program's requests may ask for. may_skip: False runs a single shape without a branch, also when
+      nobody decodes: where branches make the host wait (`costs.branches_wait`).
     """
     active = state.decoding
     num_known = state.seq_lens + 1
     drafts, match_len, take, index = _propose(state, active, num_known, num_steps, shapes)
     branches = [functools.partial(verify, model, rows=v.rows, max_q_len=v.max_q_len, sampler=sampler) for v in shapes]
     idle = functools.partial(_idle, width=num_steps + 1, sampler=sampler)
-    cache, targets = jax.lax.switch(index, [*branches, idle], state, drafts, take)
+    cache, targets = _step(index, branches, idle, may_skip, state, drafts, take)
     accepted = accepted_lens(drafts, take, targets.tokens)
     draft = budget.record(state.draft, match_len, take, accepted) if num_steps else state.draft
     state = dataclasses.replace(state, cache=cache, draft=draft)
@@ -55,6 +57,7 @@ def tree_round(
     num_nodes: int,
     shapes: tuple[Variant, ...],
     sampler: SamplerConfig = TEMPERATURES,
+    may_skip: bool = True,
 ) -> tuple[DecodeState, RoundReport]:
     """`decode_round` with n-gram trees: the `topk` best continuations of `num_steps` tokens, merged into one trie.
 
@@ -65,7 +68,7 @@ def tree_round(
     chance = jax.vmap(budget.accept_chance, in_axes=(None, 1), out_axes=1)(state.draft, found.match_len)
     grown = ngram_tree(found, state.newest, chance, num_nodes=num_nodes)
     bits = link(grown.tree).bits
-    state, done = _verify_tree(model, state, grown.tree, bits, grown.reach, num_steps, shapes, sampler)
+    state, done = _verify_tree(model, state, grown.tree, bits, grown.reach, num_steps, shapes, sampler, may_skip)
     tried, right = _on_first_branch(grown.first_branch, done)
     draft = budget.record(state.draft, found.match_len[:, 0], tried, right)
     return _settle(dataclasses.replace(state, draft=draft), done.targets, done.accepted, done.take, done.shape, shapes)
@@ -82,6 +85,7 @@ def model_round(
     shapes: tuple[Variant, ...],
     sampler: SamplerConfig = TEMPERATURES,
     lineage: Lineage = "parent",
+    may_skip: bool = True,
 ) -> tuple[DecodeState, RoundReport]:
     """`decode_round` with a draft model, which grows a tree of `topk` branches and `num_steps` levels; topk 1: a chain.
 
@@ -111,6 +115,7 @@ def model_round(
         num_steps,
         shapes,
         sampler,
+        may_skip,
         draft_probs=draft_probs,
         features_of=drafter.features if drafter.ahead else None,
     )
@@ -151,6 +156,7 @@ def _verify_tree(
     num_steps: int,
     shapes,
     sampler: SamplerConfig,
+    may_skip: bool,
     *,
     draft_probs=None,
     features_of=None,
@@ -167,12 +173,19 @@ def _verify_tree(
         for v in shapes
     ]
     idle = functools.partial(_idle_tree, sampler=sampler, with_features=features_of is not None)
-    cache, chosen, features = jax.lax.switch(index, [*branches, idle], state, tree, bits, draft_probs)
+    cache, chosen, features = _step(index, branches, idle, may_skip, state, tree, bits, draft_probs)
     path, _, accepted = walk(tree, chosen.tokens, max_depth=num_steps)
     state = dataclasses.replace(state, cache=to_the_front(cache, state, path, accepted))
     seq = jnp.arange(path.shape[0], dtype=jnp.int32)[:, None]
     chosen, features = jax.tree.map(lambda x: x[seq, path], (chosen, features))
     return state, _Verified(take, index, path, accepted, chosen, features)
+
+
+def _step(index, branches, idle, may_skip: bool, *operands):
+    # the target step of the shape that was chosen
+    if len(branches) == 1 and not may_skip:
+        return branches[0](*operands)
+    return jax.lax.switch(index, [*branches, idle], *operands)
 
 
 def to_the_front(cache: Cache, state: DecodeState, path: jax.Array, accepted: jax.Array) -> Cache:

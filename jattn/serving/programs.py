@@ -5,12 +5,13 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jattn.combinators.costs import Variant, variants
+from jattn.combinators.costs import Variant, branches_wait, variants
 from jattn.combinators.extend import admit, extend, release
 from jattn.combinators.model_drafts import LanguageModel, Lineage, rows_ahead
 from jattn.combinators.ngram import check_trie
@@ -143,7 +144,8 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
             model = WithForm(model, config.forms.form(method, state, q_lens))
         return extend(model, state, q_lens, drafter=drafter[0] if drafter else None, **kwargs)
 
-    common = dict(num_steps=config.num_steps, shapes=config.shapes, sampler=config.sampler)
+    common: dict[str, Any] = dict(num_steps=config.num_steps, shapes=config.shapes, sampler=config.sampler)
+    common |= dict(may_skip=not branches_wait(config.kind))
     if config.standalone:
         step = functools.partial(
             model_round, topk=config.topk, num_nodes=config.width, lineage=config.lineage, **common

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from jattn.loaders.chat import render_chat
 from jattn.loaders.tokenizer import StopTexts, StreamDecoder
+from jattn.platforms import detect
 from jattn.serving.compilations import counting
 from jattn.serving.engine import Delta, Engine
 from jattn.serving.loaded import Completion, LoadedModel, Options, Piece, Progress, peak_rss_bytes
@@ -12,6 +13,8 @@ from jattn.serving.request import check_ids
 from jattn.spec import KV_DTYPES
 
 Prompt = str | Sequence[int]
+_PREFILL_ROWS_CPU = (128,)  # of a prefill step
+_PREFILL_ROWS = (256, 2048)  # elsewhere: rows cost little up to some hundreds
 _CONTEXT_STEP = 256  # contexts are rounded up to this, so that similar runs compile the same programs
 
 
@@ -47,6 +50,7 @@ class Session:
                 topk=options.topk,
                 num_nodes=options.num_nodes,
                 kind=loaded.platform.kind,
+                prefill_rows=_prefill_rows(sum(map(len, self.prompt_ids))),
                 sampler=options.sampler_config(),
                 drafter=loaded.drafter,
                 kv_dtype=KV_DTYPES[options.kv_dtype] if options.kv_dtype else loaded.model.embed.dtype,
@@ -148,3 +152,10 @@ class Session:
             needed = longest + self.options.max_new_tokens
             asked = min(limit, -(-needed // _CONTEXT_STEP) * _CONTEXT_STEP)
         return asked
+
+
+def _prefill_rows(num_tokens: int) -> tuple[int, ...]:
+    # sizes of prefill steps, none that is larger than it takes for all prompts: each takes seconds to compile
+    every = _PREFILL_ROWS_CPU if detect().is_cpu else _PREFILL_ROWS
+    enough = next((n for n in every if n >= num_tokens), every[-1])
+    return tuple(n for n in every if n <= enough)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jattn.combinators.costs import _MEASURED, step_cost, variants
+from jattn.combinators.costs import _MEASURED, branches_wait, step_cost, variants
 
 KINDS = ("cpu", "cuda", "tpu")
 SIZES = list(itertools.product((1, 2, 3, 8, 16), (0, 1, 3, 7, 15, 63)))
@@ -38,10 +38,12 @@ def test_shapes_hold_every_batch_and_grow_in_cost(num_seqs, num_steps, kind):
     assert all(a.rows < b.rows and a.cost < b.cost for a, b in itertools.pairwise(shapes))
     assert all(shape.cost == step_cost(shape.rows, kind=kind) for shape in shapes)
     assert all(1 <= shape.rows <= num_seqs * shape.max_q_len for shape in shapes)
+    assert (shapes[-1].rows, shapes[-1].max_q_len) == (num_seqs * (num_steps + 1), num_steps + 1)  # all draft all
+    if branches_wait(kind):
+        assert all(a.cost <= 0.8 * b.cost for a, b in itertools.pairwise(shapes))
+        return
     plain = [shape for shape in shapes if shape.max_q_len == 1]
     assert plain and max(shape.rows for shape in plain) == num_seqs  # nobody drafts, everybody decodes
-    widest = [shape for shape in shapes if shape.max_q_len == num_steps + 1]
-    assert max(shape.rows for shape in widest) == num_seqs * (num_steps + 1)  # everybody drafts all they can
     assert {shape.max_q_len for shape in shapes} == {1, num_steps + 1}
 
 
