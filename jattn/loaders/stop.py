@@ -24,6 +24,8 @@ class StopTexts:
 
     def push(self, text: str) -> tuple[str, str | None]:
         """(text safe to emit, the stop text that was hit or None). The stop text and what follows are never emitted."""
+        if not self.stops:
+            return text, None
         if self.hit is not None:
             return "", self.hit
         text = self._held + text

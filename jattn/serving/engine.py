@@ -11,17 +11,17 @@ from flax import nnx
 
 from jattn.combinators.model_drafts import Lineage
 from jattn.combinators.ngram import NUM_CLASSES
-from jattn.combinators.state import DecodeState, RoundReport, Status
+from jattn.combinators.state import DecodeState, Status
 from jattn.models.decoder import Decoder, new_cache
 from jattn.models.draft_head import DraftHead
 from jattn.sampling import TEMPERATURES, Logprobs, SamplerConfig
 from jattn.serving.forms import FormOptions, PrefillForms
-from jattn.serving.programs import ProgramConfig, Programs, compile_programs
+from jattn.serving.programs import ProgramConfig, Programs, compile_programs, report_of, weights_of
 from jattn.serving.request import Request, TokenLogprob, check_offered, params_of
 from jattn.serving.scheduler import NOT_RUNNING, Scheduler, Sequence
 from jattn.spec import MLASpec
 
-_REASONS = {Status.STOPPED: "stop", Status.LENGTH: "length"}
+_REASONS = {int(Status.STOPPED): "stop", int(Status.LENGTH): "length"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Delta:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _InFlight:
-    report: RoundReport
+    report: tuple[jax.Array, Logprobs | None]  # as programs return it
     holders: tuple[Sequence | None, ...]  # who held each slot when the round was dispatched
     is_prefill: bool
 
@@ -96,7 +96,8 @@ class Engine:
             ),
         )
         self.vocab_size = model.config.vocab_size
-        graphdef, self._params = nnx.split((model,) if drafter is None else (model, drafter))
+        graphdef, params = nnx.split((model,) if drafter is None else (model, drafter))
+        self._weights = weights_of(params)
 
         pool: dict[str, Any] = dict(num_pages=num_pages, page_size=page_size, dtype=kv_dtype)
         cache, draft_cache = new_cache(model.spec, num_layers=num_layers, layout=model.kv_layout, **pool), None
@@ -117,7 +118,7 @@ class Engine:
             draft_cache=draft_cache,
             draft_features=features,
         )
-        self.programs: Programs = compile_programs(graphdef, self._params, self._state, self.config, on_program)
+        self.programs: Programs = compile_programs(graphdef, params, self._state, self.config, on_program)
         self.scheduler = Scheduler(
             num_slots=num_slots,
             num_pages=num_pages,
@@ -166,7 +167,7 @@ class Engine:
             rows = next((n for n in self.config.prefill_rows if n >= waiting), self.config.prefill_rows[-1])
             self._state, report = self._prefill(rows)
         else:
-            self._state, report = self.programs.round(self._params, self._state)
+            self._state, report = self.programs.round(self._weights, self._state)
             self.num_rounds += 1
         for leaf in jax.tree.leaves(report):
             leaf.copy_to_host_async()
@@ -174,13 +175,13 @@ class Engine:
         if previous is not None:
             yield from self._read(previous)
 
-    def _prefill(self, rows: int) -> tuple[DecodeState, RoundReport]:
+    def _prefill(self, rows: int) -> tuple[DecodeState, Any]:
         q_lens, method = self.scheduler.next_chunk(rows), None
         if self.config.forms is not None:
             done = [0 if s is None else s.num_prefilled for s in self.scheduler.slots]
             prefixes = [end - new if new else 0 for end, new in zip(done, q_lens, strict=True)]
             method = self.config.forms.choose(prefixes, q_lens)
-        return self.programs.prefill[rows, method](self._params, self._state, np.asarray(q_lens, np.int32))
+        return self.programs.prefill[rows, method](self._weights, self._state, np.asarray(q_lens, np.int32))
 
     def _make_room(self) -> Iterator[Delta]:
         """Reserve what the next round may write; where pages run out, take back the newest request, whole."""
@@ -197,22 +198,23 @@ class Engine:
             yield from self._read(previous)
 
     def _read(self, flight: _InFlight) -> Iterator[Delta]:
-        report = jax.tree.map(np.asarray, flight.report)
+        report = report_of(*flight.report)
         for slot, sequence in enumerate(flight.holders):
             if sequence is None or sequence.finish_reason is not None:
                 continue
-            count = int(report.counts[slot])
-            if count == 0 and report.status[slot] not in _REASONS:
+            count, status = report.counts[slot], report.status[slot]
+            if count == 0 and status not in _REASONS:
                 continue
-            new_ids = report.tokens[slot, :count].tolist()
+            new_ids = report.tokens[slot][:count]
             sequence.new_ids.extend(new_ids)
-            sequence.logprobs.extend(_logprobs_of(report.logprobs, slot, count))
+            if report.logprobs is not None:
+                sequence.logprobs.extend(_logprobs_of(report.logprobs, slot, count))
             sequence.num_known += count
             if not flight.is_prefill:
                 sequence.num_rounds += 1
                 sequence.num_round_tokens += count
-                sequence.num_drafted += int(report.drafted[slot])
-            sequence.finish_reason = _REASONS.get(Status(int(report.status[slot])))
+                sequence.num_drafted += report.drafted[slot]
+            sequence.finish_reason = _REASONS.get(status)
             if sequence.finish_reason is not None:
                 self.scheduler.finish(sequence)  # the device has stopped it already
             yield Delta(sequence=sequence, new_ids=new_ids, finish_reason=sequence.finish_reason)
@@ -250,9 +252,7 @@ class Engine:
             self._state = dataclasses.replace(self._state, page_table=jax.device_put(table))
 
 
-def _logprobs_of(logprobs: Logprobs | None, slot: int, count: int) -> list[TokenLogprob]:
-    if logprobs is None:
-        return []
+def _logprobs_of(logprobs: Logprobs, slot: int, count: int) -> list[TokenLogprob]:
     own, ids, top = (x[slot, :count].tolist() for x in (logprobs.own, logprobs.top_ids, logprobs.top))
     return [
         TokenLogprob(logprob=mine, top=list(zip(*likeliest, strict=True)))

@@ -28,6 +28,8 @@ class PageAllocator:
         """Make `owner` hold at least `num_pages`. False, and nothing changed, if too few are free."""
         held = self.owned(owner)
         missing = num_pages - len(held)
+        if missing <= 0 and held:
+            return True
         if missing > len(self._free):
             return False
         self._owned[owner] = [*held, *(self._free.pop() for _ in range(missing))]

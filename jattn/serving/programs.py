@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jattn.combinators.costs import Variant, branches_wait, variants
@@ -16,12 +17,12 @@ from jattn.combinators.extend import admit, extend, release
 from jattn.combinators.model_drafts import LanguageModel, Lineage, rows_ahead
 from jattn.combinators.ngram import check_trie
 from jattn.combinators.round import decode_round, model_round, tree_round
-from jattn.combinators.state import DecodeState
+from jattn.combinators.state import DecodeState, RoundReport
 from jattn.combinators.tree import check_size
 from jattn.dispatch import AttnForwardMethod
 from jattn.models.decoder import Decoder
 from jattn.models.draft_head import DraftHead, WithStreams
-from jattn.sampling import SamplerConfig
+from jattn.sampling import Logprobs, SamplerConfig
 from jattn.serving.forms import PrefillForms, WithForm
 
 
@@ -88,12 +89,51 @@ class ProgramConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """Executables. All but `params` donate the state."""
+    """Executables that donate the state.
 
-    round: Callable  # (params, state) -> (state, report); params of the model, and of the draft model
-    prefill: dict[tuple[int, AttnForwardMethod | None], Callable]  # (params, state, q_lens) -> (state, report)
+    weights: tuple of arrays, `weights_of` the model's and the draft model's parameters. words: i32[seqs, width], a
+    report as `report_of` reads it; logprobs: None where the programs report none.
+    """
+
+    round: Callable  # (weights, state) -> (state, (words, logprobs))
+    prefill: dict[tuple[int, AttnForwardMethod | None], Callable]  # (weights, state, q_lens) -> the same
     admit: Callable
     release: Callable
+
+
+def weights_of(params: nnx.State) -> tuple[jax.Array, ...]:
+    """A model's arrays as the programs take them: a tuple is taken apart some ten times faster than NNX variables."""
+    return tuple(jax.tree.leaves(params))
+
+
+def _words(report: RoundReport) -> tuple[jax.Array, Logprobs | None]:
+    # one array: each that is copied to the host costs some 60 microseconds of a GPU's round
+    columns = jnp.stack([report.counts, report.drafted, report.status], axis=1)
+    return jnp.concatenate([columns, report.tokens], axis=1), report.logprobs
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostReport:
+    """What a round did, on the host: lists with an entry a slot."""
+
+    counts: list[int]
+    drafted: list[int]
+    status: list[int]
+    tokens: list[list[int]]  # past the count they mean nothing
+    logprobs: Logprobs | None
+
+
+def report_of(words: jax.Array, logprobs: Logprobs | None) -> HostReport:
+    """Read a program's report; waits until it is there."""
+    rows = np.asarray(words).tolist()
+    counts, drafted, status = ([row[i] for row in rows] for i in range(3))
+    return HostReport(
+        counts=counts,
+        drafted=drafted,
+        status=status,
+        tokens=[row[3:] for row in rows],
+        logprobs=jax.tree.map(np.asarray, logprobs),
+    )
 
 
 def compile_programs(
@@ -135,8 +175,12 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
     def lower(function: Callable, *args, donate: int) -> Callable:
         return lambda: jax.jit(function, donate_argnums=donate).lower(*args)
 
-    def with_model(function, params, *args):
-        return function(*_prepared(*nnx.merge(graphdef, params)), *args)
+    weights, treedef = weights_of(params), jax.tree.structure(params)
+
+    def with_model(function, weights, *args):
+        params = jax.tree.unflatten(treedef, weights)
+        state, report = function(*_prepared(*nnx.merge(graphdef, params)), *args)
+        return state, _words(report)
 
     def prefill(*args, method: AttnForwardMethod | None, **kwargs):
         model, *drafter, state, q_lens = args
@@ -154,13 +198,13 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
         step = functools.partial(tree_round, topk=config.topk, num_nodes=config.width, **common)
     else:
         step = functools.partial(decode_round, **common)
-    table = {"round": lower(functools.partial(with_model, step), params, state, donate=1)}
+    table = {"round": lower(functools.partial(with_model, step), weights, state, donate=1)}
     for rows, method in _prefill_keys(config):
         chunk = functools.partial(
             prefill, method=method, rows=rows, report_width=config.num_steps + 1, sampler=config.sampler
         )
         table[_prefill_name(rows, method)] = lower(
-            functools.partial(with_model, chunk), params, state, ints((config.num_seqs,)), donate=1
+            functools.partial(with_model, chunk), weights, state, ints((config.num_seqs,)), donate=1
         )
     row = (ints((config.max_context,)), ints((3,)), ints((config.max_stops,)))
     sampling = jax.tree.map(lambda every: jax.ShapeDtypeStruct(every.shape[1:], every.dtype), state.sampling)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import jattn.serving.engine
 from jattn import AttnSpec
-from jattn.combinators.state import RoundReport, Status
+from jattn.combinators.state import Status
 from jattn.serving.engine import Engine
 from jattn.serving.programs import Programs
 from jattn.serving.request import Request
@@ -152,15 +152,10 @@ class Device:
         tokens = np.full((num_seqs, width), -1, np.int32)
         for at, new in made.items():
             tokens[at, : len(new)] = new
-        columns = dict(
-            tokens=tokens,
-            counts=np.array([len(made.get(at, ())) for at in range(num_seqs)], np.int32),
-            drafted=np.array([drafted.get(at, 0) for at in range(num_seqs)], np.int32),
-            status=np.array([slot.status for slot in self.slots], np.int32),
-            rows=np.zeros((), np.int32),
-        )
-        leaves: dict[str, Any] = {name: column.view(Leaf) for name, column in columns.items()}
-        return state, RoundReport(**leaves)
+        counts = [len(made.get(at, ())) for at in range(num_seqs)]
+        columns = counts, [drafted.get(at, 0) for at in range(num_seqs)], [slot.status for slot in self.slots]
+        words = np.column_stack([*(np.array(column, np.int32) for column in columns), tokens])
+        return state, (words.view(Leaf), None)
 
     def check_owners(self):
         scheduler = self.scheduler
