@@ -1,4 +1,4 @@
-"""The door: attention over a cache, by plan. Every model and every draft goes through these four functions."""
+"""The door: attention over a cache, by plan. Every model and every draft goes through these functions."""
 
 import dataclasses
 
@@ -82,23 +82,45 @@ def write_kv[C: (PagedKV, MLACache)](k: jax.Array, v: jax.Array, cache: C, plan:
         pages = dict(page_offset=layer * cache.num_pages, num_pages=cache.num_pages)
         written = choice.function("write_latent")(cache.latent, k, v, plan.write_slots, **pages, **cache.words)
         return dataclasses.replace(cache, latent=written)
-    scales = {}
-    if cache.token_scales:
-        scales = dict(k_scales=cache.k_scale, v_scales=cache.v_scale)
-    elif cache.k_scale is not None:
-        scales = dict(k_scale=_scale(cache.k_scale, layer), v_scale=_scale(cache.v_scale, layer))
-    scales |= _form(cache)
-    written = choice.function("write_kv")(
-        cache.k,
-        cache.v,
-        k,
-        v,
-        plan.write_slots,
-        page_offset=layer * cache.num_pages,
-        num_pages=cache.num_pages,
-        **scales,
-    )
+    given = _asked_of_writes(cache, layer)
+    written = choice.function("write_kv")(cache.k, cache.v, k, v, plan.write_slots, **given)
     return dataclasses.replace(cache, **dict(zip(("k", "v", "k_scale", "v_scale"), written, strict=False)))
+
+
+def rotate_write(
+    rows: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    cache: PagedKV,
+    plan: Plan,
+    *,
+    layer: int | jax.Array,
+    spec: AttnSpec,
+    choice: Choice,
+) -> tuple[jax.Array, PagedKV] | None:
+    """Rotate a step's queries and keys, and write keys and values, in one kernel; `attend` comes next.
+
+    Args:
+      rows: [tokens, num_q_heads * head_dim + num_kv_heads * (head_dim + v_head_dim)], what a fused projection gives:
+        queries, keys and values of each head in turn, not rotated.
+      cos, sin: f32[tokens, head_dim / 2], of the pairs of features (i, i + head_dim / 2).
+      The rest as in `write_attend`.
+    Returns: q [tokens, num_q_heads, head_dim] and the cache; None where no such kernel was chosen for these rows:
+      rotate, then `write_attend`.
+    Raises: ValueError as `write_attend`.
+    """
+    v_dim = spec.v_head_dim or spec.head_dim
+    function = choice.rotates(head_dim=spec.head_dim, v_dim=v_dim, dtype=rows.dtype)
+    if function is None or choice.writes("attend") is not None or cache.token_scales:
+        return None
+    check_cache(cache, plan, spec, choice)
+    widths = (spec.num_q_heads + spec.num_kv_heads) * spec.head_dim + spec.num_kv_heads * v_dim
+    _check_rows("rows", rows, (plan.num_tokens, widths))
+    for name, phase in (("cos", cos), ("sin", sin)):
+        _check_rows(name, phase, (plan.num_tokens, spec.head_dim // 2))
+    given = _asked_of_writes(cache, layer)
+    q, k, v = function(cache.k, cache.v, rows, cos, sin, plan.write_slots, **given)
+    return q, dataclasses.replace(cache, k=k, v=v)
 
 
 def attend(
@@ -190,6 +212,15 @@ def _asked_of(q, kv, plan: Plan, layer, spec: Spec, choice: Choice, mask: str, s
         given |= dict(kv_heads=spec.num_kv_heads, v_dim=spec.v_head_dim)
     scales = dict(k_scale=_scale(kv.k_scale, layer), v_scale=_scale(kv.v_scale, layer))
     return given | scales | _form(kv) | _of_pages(kv, plan, layer)
+
+
+def _asked_of_writes(cache: PagedKV, layer) -> dict:
+    scales = {}
+    if cache.token_scales:
+        scales = dict(k_scales=cache.k_scale, v_scales=cache.v_scale)
+    elif cache.k_scale is not None:
+        scales = dict(k_scale=_scale(cache.k_scale, layer), v_scale=_scale(cache.v_scale, layer))
+    return scales | _form(cache) | dict(page_offset=layer * cache.num_pages, num_pages=cache.num_pages)
 
 
 def _asked_of_latents(q, kv, plan: Plan, layer, spec: MLASpec, choice: Choice, mask: str, sinks) -> dict:

@@ -18,6 +18,7 @@ import pallas_kernels.attention.tpu_ragged as attention_tpu_ragged
 import pallas_kernels.attention.tpu_write as attention_tpu_write
 import pallas_kernels.attention.xla as attention_xla
 import pallas_kernels.kv_write.mosaic_gpu_sm90 as kv_write_sm90
+import pallas_kernels.kv_write.mosaic_gpu_sm90_rotate as kv_rotate_sm90
 import pallas_kernels.kv_write.tpu as kv_write_tpu
 import pallas_kernels.kv_write.xla as kv_write_xla
 import pallas_kernels.merge_states.gpu as merge_gpu
@@ -44,6 +45,9 @@ class KernelRow:
     interpreted: Callable | None = None  # stands in on a CPU, where a Pallas kernel for another device cannot run
     writes: Callable | None = None  # "attend", "attend_latent": the same once the step's own rows are written
     writes_interpreted: Callable | None = None
+    rotates: Callable | None = None  # "write_kv": the same from unrotated rows of queries, keys and values
+    rotates_interpreted: Callable | None = None
+    rotates_serves: Callable[..., bool] | None = None  # (head_dim=, v_dim=, dtype=): whether it takes such rows
     layout: str = "token_major"  # "attend", "attend_latent": how the cache must lie, as the caches' `create` names it
     takes_device: bool = False  # whether sizes depend on the generation, so that it takes `device=` by platform name
     when_asked: bool = False  # chosen only where `prefer` names the set: not yet run on the device that it is for
@@ -76,6 +80,9 @@ KERNELS: tuple[KernelRow, ...] = (
         provides=_ALL_MHA - _KV | {Feature.FP8_KV},
         function=kv_write_sm90.write_kv,
         interpreted=kv_write_xla.write_kv,
+        rotates=kv_rotate_sm90.rotate_write_kv,
+        rotates_interpreted=kv_write_xla.rotate_write_kv,
+        rotates_serves=kv_rotate_sm90.serves,
     ),
     KernelRow(
         set="hopper",

@@ -54,6 +54,14 @@ class Choice:
         row = self.row(op)
         return None if row.writes is None else self._ready(row, row.writes, row.writes_interpreted)
 
+    def rotates(self, *, head_dim: int, v_dim: int, dtype) -> Callable | None:
+        """The code of "write_kv" from unrotated rows of such heads; None if that kernel has none for them."""
+        row = self.row("write_kv")
+        if row.rotates is None or row.rotates_serves is None:
+            return None
+        served = row.rotates_serves(head_dim=head_dim, v_dim=v_dim, dtype=dtype)
+        return self._ready(row, row.rotates, row.rotates_interpreted) if served else None
+
     def _ready(self, row: KernelRow, function: Callable, interpreted: Callable | None) -> Callable:
         function = interpreted if self.interpret and interpreted is not None else function
         return functools.partial(function, device=self.platform) if row.takes_device else function

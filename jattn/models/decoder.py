@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jattn.attend import write_attend
+from jattn.attend import attend, rotate_write, write_attend
 from jattn.cache import Cache, MLACache, PagedKV
 from jattn.models.config import ModelConfig
 from jattn.models.experts import Experts
@@ -48,12 +48,19 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros((spec.num_q_heads,), jnp.float32)) if spec.sinks else None
 
     def __call__(self, x, phases, cache: PagedKV, plan: Plan, layer, form: Form):
-        q, k, v = split_heads(self.qkv(x), self.spec)
+        (cos, sin), rows = phases, self.qkv(x)
+        sinks = None if self.sinks is None else self.sinks[...]
+        kernels: dict[str, Any] = dict(layer=layer, spec=self.spec, choice=self.choice)
+        rotated = None if self.q_norm is not None else rotate_write(rows, cos, sin, cache, plan, **kernels)
+        if rotated is not None:
+            q, cache = rotated
+            out, _ = attend(q, cache, plan, sinks=sinks, **kernels)
+            return self.out(out.reshape(x.shape[0], -1)), cache
+        q, k, v = split_heads(rows, self.spec)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *phases), rotate(k, *phases)
-        sinks = None if self.sinks is None else self.sinks[...]
-        out, _, cache = write_attend(q, k, v, cache, plan, layer=layer, spec=self.spec, choice=self.choice, sinks=sinks)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out, _, cache = write_attend(q, k, v, cache, plan, sinks=sinks, **kernels)
         return self.out(out.reshape(x.shape[0], -1)), cache
 
 

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels._common.rotary import rotate as rotate
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
@@ -124,13 +126,6 @@ def cos_sin(positions: jax.Array, freq: np.ndarray | jax.Array) -> tuple[jax.Arr
     """cos and sin of position * frequency: f32[tokens, dim / 2] each. positions: i32[tokens]."""
     phase = positions.astype(jnp.float32)[:, None] * jnp.asarray(freq, jnp.float32)[None, :]
     return jnp.cos(phase), jnp.sin(phase)
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate feature pairs (i, i + dim / 2) of x [tokens, heads, dim]; result in x's dtype."""
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
 
 def rope(q: jax.Array, k: jax.Array, positions: jax.Array, *, theta: float = 10000.0) -> tuple[jax.Array, jax.Array]:

@@ -21,8 +21,10 @@ from pallas_kernels._common.rows import check_slots
 # the MLIR that Mosaic GPU itself is written in
 arith, ir, llvm, mgpu_vector = utils.arith, utils.ir, utils.llvm, utils.vector
 
-_VALUES = 8  # values a thread moves at once
-_NARROW = {jnp.dtype(jnp.float8_e4m3fn): "e4m3x2", jnp.dtype(jnp.float8_e5m2): "e5m2x2"}
+VALUES = 8
+"""Values a thread moves at once."""
+NARROW = {jnp.dtype(jnp.float8_e4m3fn): "e4m3x2", jnp.dtype(jnp.float8_e5m2): "e5m2x2"}
+"""8-bit floats, and how the conversion of two is called."""
 
 
 def write_kv(
@@ -53,10 +55,10 @@ def write_kv(
         )
     kind = float8.kind_of(k_pages, kv_dtype)
     dims = k_dim, v.shape[2]
-    if any(dim % _VALUES for dim in dims) or not jnp.issubdtype(kind, jnp.floating):
+    if any(dim % VALUES for dim in dims) or not jnp.issubdtype(kind, jnp.floating):
         raise ValueError(
             f"heads of {dims[0]} and {dims[1]} values of {kind}: the Hopper kernel writes floats, in multiples of "
-            f"{_VALUES}; resolve with prefer=('xla',)"
+            f"{VALUES}; resolve with prefer=('xla',)"
         )
     check_slots(k_pages)
     if tokens == 0:
@@ -65,8 +67,7 @@ def write_kv(
     given = (k_pages.dtype, v_pages.dtype)
     if kind in float8.KINDS:
         k_pages, v_pages = (float8.to_stored(x, jnp.uint8) for x in (k_pages, v_pages))
-        ones = jnp.ones((), jnp.float32)
-        scales = jnp.stack([1.0 / (ones if x is None else x.reshape(())) for x in (k_scale, v_scale)])
+        scales = inverses(k_scale, v_scale)
     else:
         k, v = k.astype(kind), v.astype(kind)
         scales = jnp.ones(2, jnp.float32)
@@ -95,62 +96,79 @@ def _kernel(k, v, slots, offset, scales, k_pages, v_pages, *, capacity: int, kin
     row = slot + offset[0] * size
     if not interpret:
         for i, (x, pages) in enumerate(((k, k_pages), (v, v_pages))):
-            _move(x, pages, scales, token, row, held, i, _NARROW.get(kind))
+            count = x.shape[1] * x.shape[2]
+            move(x, pages, scales, token, row, held, i, kind, width=count, first=0, count=count)
         return
 
     @pl.when(held)
     def _():
         for i, (x, pages) in enumerate(((k, k_pages), (v, v_pages))):
-            value = x[token]
-            if kind in _NARROW:
-                top = float(jnp.finfo(kind).max)
-                value = jnp.clip(value.astype(jnp.float32) * scales[i], -top, top).astype(kind)
-            pages[row // size, row % size] = float8.to_stored(value, pages.dtype)
+            pages[row // size, row % size] = as_stored(x[token], scales[i], kind, pages.dtype)
 
 
-def _move(x, pages, scales, token, row, held, which: int, narrow: str | None) -> None:
-    # x[token] of [tokens, heads, dim] to row `row` of the pages, if `held`
-    values = x.shape[1] * x.shape[2]
+def inverses(k_scale: jax.Array | None, v_scale: jax.Array | None) -> jax.Array:
+    """What keys and values are multiplied with before they are narrowed, f32[2]."""
+    ones = jnp.ones((), jnp.float32)
+    return jnp.stack([1.0 / (ones if x is None else x.reshape(())) for x in (k_scale, v_scale)])
+
+
+def as_stored(value, factor, kind, dtype):
+    """An array as pages of `kind` hold it, whose arrays have `dtype`: what threads do, in plain JAX."""
+    if kind in NARROW:
+        top = float(jnp.finfo(kind).max)
+        value = jnp.clip(value.astype(jnp.float32) * factor, -top, top).astype(kind)
+    return float8.to_stored(value, dtype)
+
+
+def move(x, pages, scales, token, row, held, which: int, kind, *, width: int, first: int, count: int) -> None:
+    """`count` values of `x[token]`, from `first` on of its `width`, to row `row` of the pages if `held`.
+
+    which: scale of the two. kind: of the pages' values.
+    """
+    narrow = NARROW.get(jnp.dtype(kind))
+    values = count
     scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3 + (scalar,) * 3)
     def inline(_, source, target, factors, *scalars):
         token, row, held = (x.registers.item() for x in scalars)
         kind, stored = (utils.dtype_to_ir_type(ref.dtype) for ref in (x, pages))
-        base, to = _row(source, token, values, kind), _row(target, row, values, stored)
-        lane = arith.muli(arith.remui(utils.thread_idx(), _i32(utils.WARPGROUP_SIZE)), _i32(_VALUES))
-        starts = range(0, values, _VALUES * utils.WARPGROUP_SIZE)
+        base, to = row_of(source, token, width, kind), row_of(target, row, values, stored)
+        base = utils.getelementptr(base, [first], kind)
+        lane = arith.muli(arith.remui(utils.thread_idx(), _i32(utils.WARPGROUP_SIZE)), _i32(VALUES))
+        starts = range(0, values, VALUES * utils.WARPGROUP_SIZE)
         places = [arith.addi(lane, _i32(start)) for start in starts]
         loaded = []
         for place in places:  # past the end the last values again: no branch before the loads
-            inside = arith.minsi(place, _i32(values - _VALUES))
-            loaded.append(llvm.load(ir.VectorType.get((_VALUES,), kind), utils.getelementptr(base, [inside], kind)))
+            inside = arith.minsi(place, _i32(values - VALUES))
+            loaded.append(llvm.load(ir.VectorType.get((VALUES,), kind), utils.getelementptr(base, [inside], kind)))
         if narrow:
             factor = llvm.load(
                 ir.F32Type.get(), utils.getelementptr(utils.memref_ptr(factors), [which], ir.F32Type.get())
             )
-            loaded = [_narrowed(value, factor, narrow) for value in loaded]
+            loaded = [narrowed(value, factor, narrow) for value in loaded]
         held = arith.cmpi(arith.CmpIPredicate.ne, held, _i32(0))
         for place, value in zip(places, loaded, strict=True):
             inside = arith.andi(held, arith.cmpi(arith.CmpIPredicate.slt, place, _i32(values)))
-            _store_if(inside, utils.getelementptr(to, [place], stored), value)
+            store_if(inside, utils.getelementptr(to, [place], stored), value)
 
     inline(x, pages, scales, token, row, held.astype(jnp.int32))
 
 
-def _row(memref, row, values: int, kind):
+def row_of(memref, row, values: int, kind):
+    """Where row `row` of `values` values begins, for inline code."""
     i64 = ir.IntegerType.get_signless(64)
     return utils.getelementptr(
         utils.memref_ptr(memref), [arith.muli(arith.extsi(i64, row), utils.c(values, i64))], kind
     )
 
 
-def _narrowed(vector, factor, narrow: str):
-    # 8 floats to 8 bytes: times the factor in float32, saturated, to nearest even
+def narrowed(vector, factor, narrow: str):
+    """8 floats to 8 bytes: times the factor in float32, saturated, to nearest even."""
     f32, i16, i32 = ir.F32Type.get(), *(ir.IntegerType.get_signless(bits) for bits in (16, 32))
     element = ir.VectorType(vector.type).element_type
     pairs = []
-    for i in range(0, _VALUES, 2):
+    for i in range(0, VALUES, 2):
         two = [mgpu_vector.extract(vector, dynamic_position=[], static_position=[i + j]) for j in range(2)]
         two = [x if element == f32 else arith.extf(f32, x) for x in two]
         low, high = (arith.mulf(x, factor) for x in two)
@@ -163,8 +181,8 @@ def _narrowed(vector, factor, narrow: str):
     return mgpu_vector.from_elements(ir.VectorType.get((len(words),), i32), words)
 
 
-def _store_if(condition, address, vector) -> None:
-    # predicated in one instruction each of up to 16 bytes
+def store_if(condition, address, vector) -> None:
+    """Store a vector where `condition` holds: predicated, one instruction each for up to 16 bytes."""
     i32 = ir.IntegerType.get_signless(32)
     kind = ir.VectorType(vector.type)
     count = kind.shape[0] * utils.bitwidth(kind.element_type) // 32

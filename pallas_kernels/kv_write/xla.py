@@ -4,6 +4,7 @@ import jax
 
 from pallas_kernels._common import float8, quantise
 from pallas_kernels._common.put import put_rows
+from pallas_kernels._common.rotary import rotate
 from pallas_kernels._common.rows import of_slots
 
 
@@ -54,3 +55,22 @@ def write_kv(
         for x, scale in zip((k, v), scales, strict=True)
     )
     return put_rows((k_pages, v_pages, k_scales, v_scales), (*values, *scales), rows, held)
+
+
+def rotate_write_kv(
+    k_pages: jax.Array, v_pages: jax.Array, rows: jax.Array, cos: jax.Array, sin: jax.Array, slots: jax.Array, **where
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rotated queries, and the pages with the rotated keys and the values of `rows` at `slots`.
+
+    Args:
+      rows: [tokens, q_heads * dim + kv_heads * (dim + v_dim)]: queries, keys and values of each head in turn.
+      cos, sin: f32[tokens, dim / 2]; features i and i + dim / 2 of a head are a pair.
+      The rest as in `write_kv`, without scales a row.
+    Returns: q [tokens, q_heads, dim] in rows' dtype, of padding rows too; k_pages, v_pages.
+    """
+    tokens, (kv_heads, dim), v_dim = rows.shape[0], k_pages.shape[2:], v_pages.shape[3]
+    first = rows.shape[1] - kv_heads * v_dim
+    turned = rotate(rows[:, :first].reshape(tokens, -1, dim), cos, sin)
+    q, k = turned[:, :-kv_heads], turned[:, -kv_heads:]
+    k_pages, v_pages = write_kv(k_pages, v_pages, k, rows[:, first:].reshape(tokens, kv_heads, v_dim), slots, **where)
+    return q, k_pages, v_pages
