@@ -10,11 +10,13 @@ contexts are --context tokens in the middle of the answer. A JSON line each batc
     values of the contexts) over the read bandwidth, measured in the same process.
   ms_kernels, kernels: time and number of a round's kernels (CUPTI). idle_pct: share of a round without one, which is
     the host's and the launches' part.
-  ms_prefill: all prompts. top: the kernels that take longest, with their number and milliseconds a round.
+  ms_launch: the host's time to launch a round, beside its other work. ms_prefill: all prompts.
+  top: the kernels that take longest, with their number and milliseconds a round.
 """
 
 import argparse
 import collections
+import dataclasses
 import json
 import statistics
 import sys
@@ -77,9 +79,20 @@ class Serving:
         self.session = Session(loaded, prompts, options)
         self.seconds_to_compile = time.perf_counter() - start
         self.engine = self.session.engine
+        self.launches: list[float] = []
+        self.engine.programs = dataclasses.replace(self.engine.programs, round=self._timed(self.engine.programs.round))
         self.requests = [sequence.request for sequence in self.session.sequences]
         for _ in self.session.stream():  # warm: the caller's view of the run, text and all
             pass
+
+    def _timed(self, program):
+        def call(*args):
+            start = time.perf_counter()
+            result = program(*args)
+            self.launches.append(time.perf_counter() - start)
+            return result
+
+        return call
 
     def run(self, between=lambda number: None) -> tuple[float, list[float]]:
         """Seconds until the first round, and when each round's tokens were there; `between` hears of each round."""
@@ -111,7 +124,7 @@ def measure(loaded: LoadedModel, args, batch: int, timer: Timer, read_gbps: floa
         steady = np.diff(stamps)[4:-4]
         rounds.append(float(np.mean(steady)) * 1e3)
         prefills.append(prefill * 1e3)
-    profiled: list[tuple[str, float]] = []
+    profiled: list[tuple[str, float]] = []  # (kernel, ms)
 
     def between(number: int) -> None:
         if number == 8:
@@ -138,6 +151,7 @@ def measure(loaded: LoadedModel, args, batch: int, timer: Timer, read_gbps: floa
         ms_kernels=kernels,
         kernels=len(profiled) / _PROFILED,
         idle_pct=100 * (1 - kernels / ms),
+        ms_launch=statistics.median(serving.launches) * 1e3,
         ms_prefill=statistics.median(prefills),
         seconds_to_compile=serving.seconds_to_compile,
         top=[[name, len(times) / _PROFILED, sum(times) / _PROFILED] for name, times in top],
@@ -169,14 +183,15 @@ def main() -> None:
     parser.add_argument("--out", help="JSON lines")
     args = parser.parse_args()
     timer = Timer(args.runs)
-    rows = [dict(family="roof", **roofs(timer), jax=jax.__version__, device=jax.devices()[0].device_kind)]
+    roof = roofs(timer)
+    rows = [dict(family="roof", **roof, jax=jax.__version__, device=jax.devices()[0].device_kind)]
     print(json.dumps(rows[0]), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         args.config = str(Path(folder) / "config.json")
         Path(args.config).write_text(json.dumps(SHAPES[args.shape]))
         loaded = load(_options(args))
     for batch in args.batch:
-        rows.append(measure(loaded, args, batch, timer, rows[0]["read_gbps"]) | dict(date=time.strftime("%Y-%m-%d")))
+        rows.append(measure(loaded, args, batch, timer, roof["read_gbps"]) | dict(date=time.strftime("%Y-%m-%d")))
         print(json.dumps(rows[-1]), flush=True)
     if args.out:
         Path(args.out).write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,7 +1,9 @@
 """The serving loop: admits, prefills, dispatches rounds, and reads each report behind the next round's dispatch."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jattn.combinators.costs import branches_wait
 from jattn.combinators.model_drafts import Lineage
 from jattn.combinators.ngram import NUM_CLASSES
 from jattn.combinators.state import DecodeState, Status
@@ -33,9 +36,12 @@ class Delta:
     finish_reason: str | None  # "stop" | "length" | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+Report = tuple[jax.Array, Logprobs | None]  # as programs return it
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _InFlight:
-    report: tuple[jax.Array, Logprobs | None]  # as programs return it
+    report: Report | None  # None while the program is being launched
     holders: tuple[Sequence | None, ...]  # who held each slot when the round was dispatched
     is_prefill: bool
 
@@ -128,6 +134,10 @@ class Engine:
         )
         self._table = np.zeros(self._state.page_table.shape, np.int32)
         self._pending: _InFlight | None = None
+        # Launching some hundred kernels takes the host as long as a small model's round takes the GPU: it goes on in a
+        # thread (without the interpreter's lock) while the tokens of the round before are handed out.
+        self._launcher = ThreadPoolExecutor(1, "jattn-launch") if branches_wait(kind) else None
+        self._launching: Future[tuple[DecodeState, Report]] | None = None
         self.num_rounds = 0
 
     def submit(self, request: Request) -> Sequence:
@@ -165,23 +175,50 @@ class Engine:
         waiting = self.scheduler.waiting_for_prefill()
         if waiting:
             rows = next((n for n in self.config.prefill_rows if n >= waiting), self.config.prefill_rows[-1])
-            self._state, report = self._prefill(rows)
+            program, *args = self._prefill(rows)
         else:
-            self._state, report = self.programs.round(self._weights, self._state)
+            program, args = self.programs.round, []
             self.num_rounds += 1
-        for leaf in jax.tree.leaves(report):
-            leaf.copy_to_host_async()
-        previous, self._pending = self._pending, _InFlight(report=report, holders=holders, is_prefill=waiting > 0)
+        state, previous = self._settled(), self._pending
+        self._pending = _InFlight(report=None, holders=holders, is_prefill=waiting > 0)
+        self._start(functools.partial(program, self._weights, state, *args))
         if previous is not None:
             yield from self._read(previous)
 
-    def _prefill(self, rows: int) -> tuple[DecodeState, Any]:
+    def _start(self, program: Callable[[], tuple[DecodeState, Report]]) -> None:
+        """Launch a program on the state that it takes, and the copy of its report to the host."""
+
+        def launch() -> tuple[DecodeState, Report]:
+            state, report = program()
+            for leaf in jax.tree.leaves(report):
+                leaf.copy_to_host_async()
+            return state, report
+
+        if self._launcher is not None:
+            self._launching = self._launcher.submit(launch)
+        else:
+            self._state, self._flying.report = launch()
+
+    @property
+    def _flying(self) -> _InFlight:
+        assert self._pending is not None
+        return self._pending
+
+    def _settled(self) -> DecodeState:
+        """The state behind the newest program, once that is launched."""
+        launching, self._launching = self._launching, None
+        if launching is not None:
+            self._state, self._flying.report = launching.result()
+        return self._state
+
+    def _prefill(self, rows: int) -> tuple:
+        # the program of a prefill step, and its argument
         q_lens, method = self.scheduler.next_chunk(rows), None
         if self.config.forms is not None:
             done = [0 if s is None else s.num_prefilled for s in self.scheduler.slots]
             prefixes = [end - new if new else 0 for end, new in zip(done, q_lens, strict=True)]
             method = self.config.forms.choose(prefixes, q_lens)
-        return self.programs.prefill[rows, method](self._weights, self._state, np.asarray(q_lens, np.int32))
+        return self.programs.prefill[rows, method], np.asarray(q_lens, np.int32)
 
     def _make_room(self) -> Iterator[Delta]:
         """Reserve what the next round may write; where pages run out, take back the newest request, whole."""
@@ -193,11 +230,13 @@ class Engine:
             self.scheduler.preempt(victim)
 
     def _drain(self) -> Iterator[Delta]:
+        self._settled()
         previous, self._pending = self._pending, None
         if previous is not None:
             yield from self._read(previous)
 
     def _read(self, flight: _InFlight) -> Iterator[Delta]:
+        assert flight.report is not None  # launched, or the one behind it would not be
         report = report_of(*flight.report)
         for slot, sequence in enumerate(flight.holders):
             if sequence is None or sequence.finish_reason is not None:
@@ -239,7 +278,7 @@ class Engine:
         self.scheduler.finish(sequence)
 
     def _dispatch(self, program: Callable, *args) -> None:
-        self._state = program(self._state, *args)
+        self._state = program(self._settled(), *args)
 
     def _upload_pages(self) -> None:
         table = self._table.copy()
@@ -249,7 +288,7 @@ class Engine:
                 table[slot, : len(owned)] = owned
         if not np.array_equal(table, self._table):
             self._table = table
-            self._state = dataclasses.replace(self._state, page_table=jax.device_put(table))
+            self._state = dataclasses.replace(self._settled(), page_table=jax.device_put(table))
 
 
 def _logprobs_of(logprobs: Logprobs, slot: int, count: int) -> list[TokenLogprob]:
