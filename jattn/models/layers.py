@@ -41,12 +41,25 @@ def project(x: jax.Array, weight: jax.Array, *, weight_first: bool, out_dtype=No
 
     float32 operands are multiplied in full float32 on every device.
     """
+    out_dtype = out_dtype or x.dtype
+    if weight_first:
+        return jax.lax.optimization_barrier(_product(weight, x)).T.astype(out_dtype)
+    if x.shape[0] != 1:
+        return _product(x, weight).astype(out_dtype)
+    return jax.lax.platform_dependent(x, weight, default=_product, cuda=_row_sums, rocm=_row_sums).astype(out_dtype)
+
+
+def _product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     # HIGHEST is for float32: TF32 would lose 13 bits; narrower operands are exact products in any precision
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    lhs, rhs = (weight, x) if weight_first else (x, weight)
-    y = jax.lax.dot_general(lhs, rhs, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
-    y = jax.lax.optimization_barrier(y).T if weight_first else y
-    return y.astype(out_dtype or x.dtype)
+    precision = jax.lax.Precision.HIGHEST if lhs.dtype == jnp.float32 else None
+    dims = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _row_sums(x: jax.Array, weight: jax.Array) -> jax.Array:
+    # One row on a GPU: a sum over each row of the weight reads it at the rate of a plain read, and a norm before it
+    # becomes a part of it; as a product XLA gives it to a kernel for matrices.
+    return jnp.sum(weight.astype(jnp.float32) * x.astype(jnp.float32), axis=1)[None]
 
 
 class RMSNorm(nnx.Module):

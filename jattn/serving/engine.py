@@ -1,7 +1,6 @@
 """The serving loop: admits, prefills, dispatches rounds, and reads each report behind the next round's dispatch."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -19,7 +18,15 @@ from jattn.models.decoder import Decoder, new_cache
 from jattn.models.draft_head import DraftHead
 from jattn.sampling import TEMPERATURES, Logprobs, SamplerConfig
 from jattn.serving.forms import FormOptions, PrefillForms
-from jattn.serving.programs import ProgramConfig, Programs, compile_programs, report_of, weights_of
+from jattn.serving.programs import (
+    ProgramConfig,
+    Programs,
+    Report,
+    compile_programs,
+    empty_report,
+    report_of,
+    weights_of,
+)
 from jattn.serving.request import Request, TokenLogprob, check_offered, params_of
 from jattn.serving.scheduler import NOT_RUNNING, Scheduler, Sequence
 from jattn.spec import MLASpec
@@ -34,9 +41,6 @@ class Delta:
     sequence: Sequence
     new_ids: list[int]
     finish_reason: str | None  # "stop" | "length" | None
-
-
-Report = tuple[jax.Array, Logprobs | None]  # as programs return it
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -137,7 +141,8 @@ class Engine:
         # Launching some hundred kernels takes the host as long as a small model's round takes the GPU: it goes on in a
         # thread (without the interpreter's lock) while the tokens of the round before are handed out.
         self._launcher = ThreadPoolExecutor(1, "jattn-launch") if branches_wait(kind) else None
-        self._launching: Future[tuple[DecodeState, Report]] | None = None
+        self._launching: Future[tuple[DecodeState, Report, Report]] | None = None
+        self._held, self._spares = empty_report(self.config), [empty_report(self.config) for _ in range(3)]
         self.num_rounds = 0
 
     def submit(self, request: Request) -> Sequence:
@@ -179,37 +184,39 @@ class Engine:
         else:
             program, args = self.programs.round, []
             self.num_rounds += 1
-        state, previous = self._settled(), self._pending
-        self._pending = _InFlight(report=None, holders=holders, is_prefill=waiting > 0)
-        self._start(functools.partial(program, self._weights, state, *args))
+        self._settled()
+        previous, self._pending = self._pending, _InFlight(report=None, holders=holders, is_prefill=waiting > 0)
+        self._start(program, *args)
         if previous is not None:
             yield from self._read(previous)
 
-    def _start(self, program: Callable[[], tuple[DecodeState, Report]]) -> None:
+    def _start(self, program: Callable, *args) -> None:
         """Launch a program on the state that it takes, and the copy of its report to the host."""
+        state, held = self._state, self._held
+        spare = self._spares.pop() if self._spares else empty_report(self.config)
 
-        def launch() -> tuple[DecodeState, Report]:
-            state, report = program()
+        def launch() -> tuple[DecodeState, Report, Report]:
+            after, held_after = program(self._weights, state, held, *args)
+            report = self.programs.report(held_after, spare)
             for leaf in jax.tree.leaves(report):
                 leaf.copy_to_host_async()
-            return state, report
+            return after, held_after, report
 
         if self._launcher is not None:
             self._launching = self._launcher.submit(launch)
         else:
-            self._state, self._flying.report = launch()
-
-    @property
-    def _flying(self) -> _InFlight:
-        assert self._pending is not None
-        return self._pending
+            self._landed(launch())
 
     def _settled(self) -> DecodeState:
         """The state behind the newest program, once that is launched."""
         launching, self._launching = self._launching, None
         if launching is not None:
-            self._state, self._flying.report = launching.result()
+            self._landed(launching.result())
         return self._state
+
+    def _landed(self, launched: tuple[DecodeState, Report, Report]) -> None:
+        assert self._pending is not None  # whose program this is
+        self._state, self._held, self._pending.report = launched
 
     def _prefill(self, rows: int) -> tuple:
         # the program of a prefill step, and its argument
@@ -237,7 +244,7 @@ class Engine:
 
     def _read(self, flight: _InFlight) -> Iterator[Delta]:
         assert flight.report is not None  # launched, or the one behind it would not be
-        report = report_of(*flight.report)
+        report = report_of(flight.report)
         for slot, sequence in enumerate(flight.holders):
             if sequence is None or sequence.finish_reason is not None:
                 continue
@@ -257,6 +264,7 @@ class Engine:
             if sequence.finish_reason is not None:
                 self.scheduler.finish(sequence)  # the device has stopped it already
             yield Delta(sequence=sequence, new_ids=new_ids, finish_reason=sequence.finish_reason)
+        self._spares.append(flight.report)
 
     def _admit(self, sequence: Sequence) -> None:
         request, known = sequence.request, sequence.known_ids
@@ -288,7 +296,8 @@ class Engine:
                 table[slot, : len(owned)] = owned
         if not np.array_equal(table, self._table):
             self._table = table
-            self._state = dataclasses.replace(self._settled(), page_table=jax.device_put(table))
+            state = self._settled()
+            self._state = dataclasses.replace(state, page_table=self.programs.pages(state.page_table, table))
 
 
 def _logprobs_of(logprobs: Logprobs, slot: int, count: int) -> list[TokenLogprob]:

@@ -22,7 +22,7 @@ from jattn.combinators.tree import check_size
 from jattn.dispatch import AttnForwardMethod
 from jattn.models.decoder import Decoder
 from jattn.models.draft_head import DraftHead, WithStreams
-from jattn.sampling import Logprobs, SamplerConfig
+from jattn.sampling import Chosen, Logprobs, SamplerConfig
 from jattn.serving.forms import PrefillForms, WithForm
 
 
@@ -89,16 +89,19 @@ class ProgramConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """Executables that donate the state.
+    """Executables. All but the weights and `held` of `report` is donated and comes back in the same place.
 
-    weights: tuple of arrays, `weights_of` the model's and the draft model's parameters. words: i32[seqs, width], a
-    report as `report_of` reads it; logprobs: None where the programs report none.
+    A GPU's command buffer is recorded again, in 1.8 ms for SmolLM2, whenever an array lies elsewhere than in the round
+    before. So nothing does: a report takes the place of the last one, and is copied to one that was read long ago.
+    weights: `weights_of` the model's and the draft model's parameters.
     """
 
-    round: Callable  # (weights, state) -> (state, (words, logprobs))
-    prefill: dict[tuple[int, AttnForwardMethod | None], Callable]  # (weights, state, q_lens) -> the same
-    admit: Callable
-    release: Callable
+    round: Callable  # (weights, state, report) -> (state, report)
+    prefill: dict[tuple[int, AttnForwardMethod | None], Callable]  # (weights, state, report, q_lens) -> the same
+    admit: Callable  # (state, ...) -> state
+    release: Callable  # (state, slot) -> state
+    pages: Callable  # (page table, new one on the host) -> page table
+    report: Callable  # (held, spare) -> a copy of `held` in the place of `spare`
 
 
 def weights_of(params: nnx.State) -> tuple[jax.Array, ...]:
@@ -106,7 +109,18 @@ def weights_of(params: nnx.State) -> tuple[jax.Array, ...]:
     return tuple(jax.tree.leaves(params))
 
 
-def _words(report: RoundReport) -> tuple[jax.Array, Logprobs | None]:
+Report = tuple[jax.Array, Logprobs | None]
+"""i32[seqs, 3 + width], as `report_of` reads it, and log-probabilities where the programs report them."""
+
+
+def empty_report(config: ProgramConfig) -> Report:
+    """A report's arrays, of which nothing is read."""
+    shape = (config.num_seqs, config.num_steps + 1)
+    words = jnp.zeros((config.num_seqs, 3 + config.num_steps + 1), jnp.int32)
+    return words, Chosen.none(shape, config.sampler).logprobs
+
+
+def _words(report: RoundReport) -> Report:
     # one array: each that is copied to the host costs some 60 microseconds of a GPU's round
     columns = jnp.stack([report.counts, report.drafted, report.status], axis=1)
     return jnp.concatenate([columns, report.tokens], axis=1), report.logprobs
@@ -123,8 +137,9 @@ class HostReport:
     logprobs: Logprobs | None
 
 
-def report_of(words: jax.Array, logprobs: Logprobs | None) -> HostReport:
+def report_of(report: Report) -> HostReport:
     """Read a program's report; waits until it is there."""
+    words, logprobs = report
     rows = np.asarray(words).tolist()
     counts, drafted, status = ([row[i] for row in rows] for i in range(3))
     return HostReport(
@@ -156,8 +171,7 @@ def compile_programs(
     return Programs(
         round=ready["round"],
         prefill={key: ready[_prefill_name(*key)] for key in _prefill_keys(config)},
-        admit=ready["admit"],
-        release=ready["release"],
+        **{name: ready[name] for name in ("admit", "release", "pages", "report")},
     )
 
 
@@ -172,15 +186,16 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     scalar = ints(())
 
-    def lower(function: Callable, *args, donate: int) -> Callable:
+    def lower(function: Callable, *args, donate: int | tuple[int, ...]) -> Callable:
         return lambda: jax.jit(function, donate_argnums=donate).lower(*args)
 
     weights, treedef = weights_of(params), jax.tree.structure(params)
+    report = jax.eval_shape(lambda: empty_report(config))
 
-    def with_model(function, weights, *args):
+    def with_model(function, weights, state, held, *args):
         params = jax.tree.unflatten(treedef, weights)
-        state, report = function(*_prepared(*nnx.merge(graphdef, params)), *args)
-        return state, _words(report)
+        state, report = function(*_prepared(*nnx.merge(graphdef, params)), state, *args)
+        return state, _in_place_of(held, _words(report))
 
     def prefill(*args, method: AttnForwardMethod | None, **kwargs):
         model, *drafter, state, q_lens = args
@@ -198,19 +213,26 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
         step = functools.partial(tree_round, topk=config.topk, num_nodes=config.width, **common)
     else:
         step = functools.partial(decode_round, **common)
-    table = {"round": lower(functools.partial(with_model, step), weights, state, donate=1)}
+    table = {"round": lower(functools.partial(with_model, step), weights, state, report, donate=(1, 2))}
     for rows, method in _prefill_keys(config):
         chunk = functools.partial(
             prefill, method=method, rows=rows, report_width=config.num_steps + 1, sampler=config.sampler
         )
         table[_prefill_name(rows, method)] = lower(
-            functools.partial(with_model, chunk), weights, state, ints((config.num_seqs,)), donate=1
+            functools.partial(with_model, chunk), weights, state, report, ints((config.num_seqs,)), donate=(1, 2)
         )
     row = (ints((config.max_context,)), ints((3,)), ints((config.max_stops,)))
     sampling = jax.tree.map(lambda every: jax.ShapeDtypeStruct(every.shape[1:], every.dtype), state.sampling)
     table["admit"] = lower(admit, state, scalar, *row, sampling, donate=0)
     table["release"] = lower(release, state, scalar, donate=0)
+    table["pages"] = lower(_in_place_of, state.page_table, ints(state.page_table.shape), donate=0)
+    table["report"] = lower(lambda held, spare: _in_place_of(spare, held), report, report, donate=1)
     return table
+
+
+def _in_place_of[T](old: T, new: T) -> T:
+    # `new`, in the memory of donated arrays: the barrier makes them a part of the program, or they would be left out
+    return jax.lax.optimization_barrier((new, old))[0]
 
 
 def _prepared(model: Decoder, drafter: Decoder | DraftHead | None = None) -> tuple:

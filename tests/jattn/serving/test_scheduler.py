@@ -66,10 +66,16 @@ class Device:
 
     def programs(self):
         chunks: dict[tuple[int, Any], Any] = {
-            (rows, None): lambda _, state, q_lens, rows=rows: self.prefill(state, q_lens, rows) for rows in (4, 16)
+            (rows, None): lambda _, state, report, q_lens, rows=rows: self.prefill(state, q_lens, rows)
+            for rows in (4, 16)
         }
         return Programs(
-            round=lambda _, state: self.round(state), prefill=chunks, admit=self.admit, release=self.release
+            round=lambda _, state, report: self.round(state),
+            prefill=chunks,
+            admit=self.admit,
+            release=self.release,
+            pages=lambda _, table: table,
+            report=lambda held, _: held,
         )
 
     def admit(self, state, slot, tokens, lens, stop_ids, sampling):
