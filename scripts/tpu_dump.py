@@ -30,7 +30,7 @@ class Loop:
     bundles: int  # of the steady path
     all_bundles: int  # of the loop, skipped code included
     matmuls: int  # instructions that feed a matrix unit
-    copies: int  # bundles that start copies in loops within it, `bundles` included
+    copies: int  # bundles of loops within it that start copies, after their first pass; `bundles` includes them
     used: dict[str, int]  # slots, by unit
     capacity: dict[str, int]  # slots a bundle
     spills: int  # vector registers stored and loaded again in the loop
@@ -57,8 +57,8 @@ def kernels(folder: Path) -> list[str]:
 def steady_loop(folder: Path, kernel: str, copies: int = 0) -> Loop:
     """The steady-state loop of the one kernel whose name contains `kernel`; of several, the one with most products.
 
-    Args: copies: from HBM to vector memory that a trip starts. Those that the path does not start are taken from the
-      loops within that do, as often as they must run, in the way that takes the fewest bundles.
+    Args: copies: from HBM to vector memory that a trip starts. Of paths with as many products, the one that starts most
+      of them counts; loops on it that start copies run until all are started.
     Raises: ValueError if there is none, or it makes no products.
     """
     loops = [_of(folder, name, copies) for name in kernels(folder) if kernel in name]
@@ -78,14 +78,15 @@ def _of(folder: Path, name: str, copies: int) -> Loop | None:
         raise ValueError(f"{name}: {len(texts)} bundles but {len(rows)} rows of use: the dump reads differently")
     loops = _loops(texts, begins)
     first, end = _innermost(loops, products)
-    path = _steady(texts, products, first, end)
-    within = [x for x in loops if first < x[0] and x[1] <= end]
     starts = [len(_START.findall(text)) for text in texts]
-    missing = copies - sum(starts[i] for i in path if not any(a <= i < b for a, b in within))
-    copying = [(b - a, sum(starts[a:b])) for a, b in within if sum(starts[a:b])]
-    more = min((-(-missing // made) * size for size, made in copying), default=0) if missing > 0 else 0
-    if missing > 0 and not copying:
-        raise ValueError(f"{name}: a trip starts {copies - missing} copies of {copies}: the dump reads differently")
+    path = _steady(texts, products, starts, copies, first, end)
+    made = sum(starts[i] for i in path)
+    taken = [bundle for bundle in path if starts[bundle]]
+    within = [x for x in loops if first < x[0] and x[1] <= end and any(x[0] <= i < x[1] for i in taken)]
+    again = [(b - a, sum(starts[a:b])) for a, b in within]
+    more = min((-(-(copies - made) // count) * size for size, count in again), default=0) if made < copies else 0
+    if made < copies and not again:
+        raise ValueError(f"{name}: a trip starts {made} copies of {copies}: the dump reads differently")
     used = {unit: sum(rows[i][at] for i in path) for at, unit in enumerate(units)}
     return Loop(
         kernel=name,
@@ -150,13 +151,13 @@ def _innermost(loops: list[tuple[int, int]], products: list[int]) -> tuple[int, 
     return max(loops, key=own) if any(map(own, loops)) else (0, len(products))
 
 
-def _steady(texts: list[str], products: list[int], first: int, end: int) -> list[int]:
-    # bundles of the path from `first` to `end` with most products, the shortest of those
-    starts = {int(r): i for i in range(first, end) for r in _REGION.findall(texts[i])}
+def _steady(texts: list[str], products: list[int], starts: list[int], copies: int, first: int, end: int) -> list[int]:
+    # bundles of the path from `first` to `end` with most products; of those, most of the copies; and the shortest
+    regions = {int(r): i for i in range(first, end) for r in _REGION.findall(texts[i])}
     jumps: dict[int, tuple[int, bool, str]] = {}  # where a branch takes effect: its target, and when it is taken
     for i in range(first, end):
         branch = _BRANCH.search(texts[i])
-        target = starts.get(int(branch[2]), 0) if branch else 0
+        target = regions.get(int(branch[2]), 0) if branch else 0
         if branch and target > i + _DELAY:
             jumps[min(i + _DELAY, end - 1)] = (
                 target,
@@ -168,17 +169,21 @@ def _steady(texts: list[str], products: list[int], first: int, end: int) -> list
     tested = [name for name, count in names.most_common(_TESTED) if count > 1]
     paths = []
     for values in itertools.product((False, True), repeat=len(tested)):
-        paths.append(_path(products, jumps, dict(zip(tested, values, strict=True)), first, end))
-    return max(paths, key=lambda path: (sum(products[i] for i in path), -len(path)))
+        paths.append(_path(products, starts, copies, jumps, dict(zip(tested, values, strict=True)), first, end))
+
+    def rank(path):
+        return sum(products[i] for i in path), min(sum(starts[i] for i in path), copies), -len(path)
+
+    return max(paths, key=rank)
 
 
-def _path(products, jumps, known: dict[str, bool], first: int, end: int) -> list[int]:
-    came: dict[int, tuple[tuple[int, int], int]] = {first: ((0, 0), -1)}
+def _path(products, starts, copies: int, jumps, known: dict[str, bool], first: int, end: int) -> list[int]:
+    came: dict[int, tuple[tuple[int, int, int], int]] = {first: ((0, 0, 0), -1)}
     for i in range(first, end):
         if i not in came:
             continue
-        (made, cost), _ = came[i]
-        so_far = (made + products[i], cost - 1)
+        (made, started, cost), _ = came[i]
+        so_far = (made + products[i], min(started + starts[i], copies), cost - 1)
         ways = [i + 1]
         if i in jumps:
             target, when, name = jumps[i]

@@ -2,8 +2,6 @@
 # Settings are passed on as mappings, which the checker cannot follow.
 # pyright: reportArgumentType=false
 
-import functools
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -14,10 +12,16 @@ from pallas_kernels.attention.tpu_records import FIELDS, Item, Refs, Static
 _TOGETHER = 16  # pages whose copies start in one basic block
 
 
+def quotient(x, n: int):
+    """x // n for x >= 0: a shift where it can be one, and no code for other signs."""
+    return lax.shift_right_logical(x, n.bit_length() - 1) if n & (n - 1) == 0 else lax.div(x, n)
+
+
 def table_copy(static: Static, refs: Refs, seq, j, slot):
     """The copy of the page ids of block j of a request, and their neighbours."""
-    at = seq * static.table_chunks + j * static.config.block_pages // static.table_chunk
-    return pltpu.make_async_copy(refs.table.at[at], refs.table_smem.at[slot], refs.table_sem.at[slot])
+    at = seq * static.table_chunks + quotient(j * static.config.block_pages, static.table_chunk)
+    ids = refs.table_smem.at[pl.ds(pl.multiple_of(slot * static.table_chunk, static.table_chunk), static.table_chunk)]
+    return pltpu.make_async_copy(refs.table.at[at, 0], ids, refs.table_sem.at[slot])
 
 
 def item_copies(static: Static, refs: Refs, index, place, what: str) -> None:
@@ -39,19 +43,22 @@ def out_copies(static: Static, refs: Refs, index, place, what: str) -> None:
         getattr(pltpu.make_async_copy(source.at[place], target.at[index], refs.out_sem.at[place]), what)()
 
 
+def _is_held(static: Static, item: Item, j):
+    # whether every page of block j is needed
+    keys, size = static.keys, static.page_size
+    return (item.low < j * keys + size) & (item.high > (j + 1) * keys - size)
+
+
 def _held_pages(static: Static, item: Item, j):
     # of block j: the first page that is needed, and one past the last
     pages, size = static.config.block_pages, static.page_size
-    first = jnp.maximum(item.low // size - j * pages, 0)
-    last = jnp.minimum((item.high + size - 1) // size - j * pages, pages)
+    first = jnp.maximum(quotient(item.low, size) - j * pages, 0)
+    last = jnp.minimum(quotient(item.high + size - 1, size) - j * pages, pages)
     return first, last
 
 
-def _page_copy(static: Static, refs: Refs, i, page, slot):
-    rows = pl.ds(i * static.page_size, static.page_size)
-    if not static.words:
-        rows = pl.ds(pl.multiple_of(i * static.page_size, static.page_size), static.page_size)
-    return pltpu.make_async_copy(refs.pool.at[page], arriving(static, refs).at[slot, rows], refs.kv_sem.at[slot])
+def _copy_to(refs: Refs, page, target, slot):
+    return pltpu.make_async_copy(refs.pool.at[page], target, refs.kv_sem.at[slot])
 
 
 def arriving(static: Static, refs: Refs):
@@ -62,40 +69,40 @@ def arriving(static: Static, refs: Refs):
 def start_block(static: Static, refs: Refs, item: Item, j, slot, table) -> None:
     """Start copies of the pages of block j to a slot; their ids lie at `table`."""
     pages = static.config.block_pages
-    base = lax.rem(j * pages, static.table_chunk)
-    first, last = _held_pages(static, item, j)
-
-    offset = refs.counts[1]
-
-    def start(group, _, several=1):
-        # ids first: a load of scalar memory would wait for the copy before it
-        rows = [group * several + i for i in range(several)]
-        ids = [refs.table_smem[table, 0, base + i] + offset for i in rows]
-        for i, page in zip(rows, ids, strict=True):
-            _page_copy(static, refs, i, page, slot).start()
-        return 0
-
-    whole = (first == 0) & (last == pages)
+    base = table * static.table_chunk + (j * pages & static.table_chunk - 1)
+    whole = _is_held(static, item, j)
     several = min(pages, _TOGETHER)
 
     @pl.when(whole)
     def _():
-        lax.fori_loop(0, pages // several, functools.partial(start, several=several), 0)
+        lax.fori_loop(0, pages // several, lambda group, _: _start(static, refs, base, group, several, slot), 0)
 
     @pl.when(jnp.logical_not(whole))
     def _():
-        lax.fori_loop(first, last, start, 0)
+        first, last = _held_pages(static, item, j)
+        lax.fori_loop(first, last, lambda i, _: _start(static, refs, base, i, 1, slot), 0)
+
+
+def _start(static: Static, refs: Refs, base, group, several: int, slot) -> int:
+    # One address a group, and constants from there: what a copy takes is the scalar code around it.
+    base, rows = base + group * several, several * static.page_size
+    offset = refs.counts[1]
+    held = arriving(static, refs).at[slot, pl.ds(pl.multiple_of(group * rows, rows), rows)]
+    # ids first: a load of scalar memory would wait for the copy before it
+    ids = [refs.table_smem[base + i] + offset for i in range(several)]
+    for i, page in enumerate(ids):
+        _copy_to(refs, page, held.at[pl.ds(i * static.page_size, static.page_size)], slot).start()
+    return 0
 
 
 def wait_block(static: Static, refs: Refs, item: Item, j, slot) -> None:
     """Wait for all pages of block j."""
-    first, last = _held_pages(static, item, j)
 
     def wait(i, _):
-        _page_copy(static, refs, 0, 0, slot).wait()
+        _copy_to(refs, 0, arriving(static, refs).at[slot, pl.ds(0, static.page_size)], slot).wait()
         return 0
 
-    whole = (first == 0) & (last == static.config.block_pages)
+    whole = _is_held(static, item, j)
 
     @pl.when(whole)
     def _():
@@ -104,4 +111,4 @@ def wait_block(static: Static, refs: Refs, item: Item, j, slot) -> None:
 
     @pl.when(jnp.logical_not(whole))
     def _():
-        lax.fori_loop(first, last, wait, 0)
+        lax.fori_loop(*_held_pages(static, item, j), wait, 0)

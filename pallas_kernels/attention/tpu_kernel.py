@@ -47,7 +47,7 @@ def program(static: Static, refs: Refs) -> None:
 
             @pl.when(mine >= back)
             def _(back=back):
-                out_copies(static, refs, core + (mine - back) * cores, lax.rem(mine - back, 2), "wait")
+                out_copies(static, refs, core + (mine - back) * cores, mine - back & 1, "wait")
 
         if static.writes:
             tpu_fresh.end(static, refs)
@@ -63,7 +63,7 @@ def next_block(item_of, mine, k, j, end):
 
 def _attend_item(static: Static, refs: Refs, item_of, mine, k, step):
     cores, core = static.config.cores, refs.core
-    item, place = item_of(k), lax.rem(k, 2)
+    item, place = item_of(k), k & 1
     refs.top[...] = jnp.full_like(refs.top, -jnp.inf)
     refs.total[...] = jnp.zeros_like(refs.total)
     refs.acc[...] = jnp.zeros_like(refs.acc)
@@ -74,7 +74,7 @@ def _attend_item(static: Static, refs: Refs, item_of, mine, k, step):
         item_copies(static, refs, core + (k + 1) * cores, 1 - place, "start")
 
     def block(j, step):
-        slot = lax.rem(step, 2)
+        slot = step & 1
         k1, j1 = next_block(item_of, mine, k, j, item.end)
 
         @pl.when(k1 < mine)

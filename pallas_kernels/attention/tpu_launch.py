@@ -29,8 +29,8 @@ def launch(static: Static, operands: dict, out_dtype, vmem: int, interpret) -> l
         results["written"] = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
     carry, depth = (tiles, rows, LANES), tpu_ahead.DEPTH if config.parts > 1 else 2
     scratch = dict(
-        table_smem=pltpu.SMEM((2, 1, static.table_chunk), jnp.int32),
-        kv=pltpu.VMEM((1 if static.words or static.latent else depth, static.block_kv, row.lanes), static.held),
+        table_smem=pltpu.SMEM((2 * static.table_chunk,), jnp.int32),
+        kv=pltpu.VMEM(_kv_sizes(static, depth), static.held),
         q_vmem=pltpu.VMEM((depth, tiles, rows, wide_k), static.compute),
         top=pltpu.VMEM(carry, jnp.float32),
         total=pltpu.VMEM(carry, jnp.float32),
@@ -66,6 +66,8 @@ def launch(static: Static, operands: dict, out_dtype, vmem: int, interpret) -> l
     def body(*refs):
         run = tpu_ahead.program if config.parts > 1 else program
         held = dict.fromkeys(Refs._fields) | dict(zip(names, refs, strict=True))
+        if len(held["kv"].shape) == 4:
+            held["kv"] = held["kv"].reshape(depth, static.block_kv, row.lanes)
         if static.writes:
             held["pool"] = held["written"]  # the same memory
         run(static, Refs(**held))
@@ -86,6 +88,16 @@ def launch(static: Static, operands: dict, out_dtype, vmem: int, interpret) -> l
         interpret=interpret,
         name="jattn_attention",
     )(*operands.values())
+
+
+def _kv_sizes(static: Static, depth: int) -> tuple[int, ...]:
+    if static.words or static.latent:
+        return 1, static.block_kv, static.row.lanes
+    if static.held.itemsize != 2 or static.row.lanes >= 1024:
+        return depth, static.block_kv, static.row.lanes
+    # As 8 rows and lanes, tiled as XLA tiles a pool: with tiles of 16 rows, which a v7x prefers, the copy of a page is a
+    # strided one, and starting it takes 17 bundles instead of 5.
+    return depth, static.block_kv // 8, 8, static.row.lanes
 
 
 def _cost(static: Static, operands: dict) -> pl.CostEstimate:
