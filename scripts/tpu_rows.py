@@ -121,7 +121,9 @@ class Latents:
 DECODE = Heads(name="decode 64 x 4096, 32/8 heads of 128")
 DECODES = tuple(
     Heads(name=f"decode 64 x 4096, {4 * heads}/{heads} heads of {dim}", q_heads=4 * heads, kv_heads=heads, dim=dim)
-    for heads, dim in ((1, 128), (2, 128), (3, 128), (1, 64), (8, 64), (8, 80), (8, 96), (8, 256))
+    for heads in (1, 2, 3, 8)
+    for dim in (64, 80, 96, 128, 256)
+    if (heads, dim) != (8, 128)
 )
 DECODE_16 = Heads(name="decode 64 x 4096, 32/8 heads of 128, pages of 16", page=16)
 VERIFY = Heads(name="verify 64 x 8 on 4096, 32/8 heads of 128", q_len=8)

@@ -30,7 +30,7 @@ def launch(static: Static, operands: dict, out_dtype, vmem: int, interpret) -> l
     carry, depth = (tiles, rows, LANES), tpu_ahead.DEPTH if config.parts > 1 else 2
     scratch = dict(
         table_smem=pltpu.SMEM((2 * static.table_chunk,), jnp.int32),
-        kv=pltpu.VMEM(_kv_sizes(static, depth), static.held),
+        kv=pltpu.VMEM(_kv_sizes(static, depth, bool(interpret)), static.held),
         q_vmem=pltpu.VMEM((depth, tiles, rows, wide_k), static.compute),
         top=pltpu.VMEM(carry, jnp.float32),
         total=pltpu.VMEM(carry, jnp.float32),
@@ -90,13 +90,13 @@ def launch(static: Static, operands: dict, out_dtype, vmem: int, interpret) -> l
     )(*operands.values())
 
 
-def _kv_sizes(static: Static, depth: int) -> tuple[int, ...]:
+def _kv_sizes(static: Static, depth: int, interpreted: bool) -> tuple[int, ...]:
     if static.words or static.latent:
         return 1, static.block_kv, static.row.lanes
-    if static.held.itemsize != 2 or static.row.lanes >= 1024:
+    if static.held.itemsize != 2 or static.row.lanes >= 1024 or interpreted:  # views of another shape don't interpret
         return depth, static.block_kv, static.row.lanes
-    # As 8 rows and lanes, tiled as XLA tiles a pool: with tiles of 16 rows, which a v7x prefers, the copy of a page is a
-    # strided one, and starting it takes 17 bundles instead of 5.
+    # As 8 rows and lanes, tiled as XLA tiles a pool: with the tiles of 16 rows that a v7x prefers, the copy of a page is
+    # a strided one, and starting it takes 17 bundles instead of 5. Wide rows would take more to load than is won.
     return depth, static.block_kv // 8, 8, static.row.lanes
 
 

@@ -89,13 +89,17 @@ def attend_block(static: Static, refs: Refs, item: Item, j, slot, place, scales,
     """Fold block j into the state of all tiles."""
     seen = visible(static, refs, item, j, place) if masked else None
     if static.config.unroll_heads:
-        tiles = list(range(static.tiles))
-        raws = [raw_scores(static, refs, tile, slot, place) for tile in tiles]
-        states = [
-            fold(static, refs, tile, slot, raw, seen, scales=scales) for tile, raw in zip(tiles, raws, strict=True)
-        ]
-        for tile, state in zip(tiles, states, strict=True):
-            refs.top[tile], refs.total[tile], refs.acc[tile] = state
+        tiles, parts = range(static.tiles), _parts(static)
+        raws = [[raw_scores(static, refs, tile, slot, place, keys) for keys in parts] for tile in tiles]
+        states = []
+        for tile in tiles:
+            state = None
+            for keys, raw in zip(parts, raws[tile], strict=True):
+                mine = seen if seen is None or len(parts) == 1 else seen[:, keys.start : keys.start + keys.size]
+                state = fold(static, refs, tile, slot, raw, mine, state, keys, scales)
+            states.append(state)
+        for tile in tiles:
+            refs.top[tile], refs.total[tile], refs.acc[tile] = states[tile]
         return
 
     def one(tile, _):
@@ -104,6 +108,14 @@ def attend_block(static: Static, refs: Refs, item: Item, j, slot, place, scales,
         return 0
 
     lax.fori_loop(0, static.tiles, one, 0)
+
+
+def _parts(static: Static) -> list:
+    # Where one tile is all there is, the sums of one half of the keys are for the products of the other to hide behind.
+    half = static.block_kv // 2
+    if static.tiles > 1 or static.row.scales or half < LANES:
+        return [slice(None)]
+    return [pl.ds(0, half), pl.ds(half, half)]
 
 
 def _window(static: Static, refs: Refs, side: str, tile, slot, keys):
