@@ -5,6 +5,7 @@ import math
 
 from pallas_kernels._common.tpu_rows import LANES, LatentRow, Row, round_up
 
+DEPTH = 3  # blocks held: one attended, one that arrives, one that is asked for
 _BLOCK_BYTES = 2 << 20  # of a decode block: a step's fixed 200 bundles are then a fifth of what its copy takes on a v7x
 _BLOCK_KEYS = 4096  # of a decode block at most: narrow rows would have blocks longer than their contexts
 _ROWS = 1024  # of a prefill product: keys are pushed into the matrix unit once for all of them
@@ -68,8 +69,8 @@ def vmem_bytes(config: Config, facts: Facts) -> int:
     row, rows, keys = facts.row, rows_of(config, facts), block_kv(config, facts)
     tiles = row.kv_heads // config.heads
     wide_k, wide_v = (row.window(side, 0, config.heads)[1] for side in "kv")
-    depth = 3 if config.parts > 1 else 2
-    kv = (depth + facts.held_as_words) * keys * row.held_lanes * facts.kv_bytes
+    depth = DEPTH if config.parts > 1 else 2
+    kv = (DEPTH + facts.held_as_words) * keys * row.held_lanes * facts.kv_bytes
     if facts.packed:
         kv += keys * row.lanes * facts.q_bytes
     if row.scales:

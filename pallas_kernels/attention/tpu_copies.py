@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.attention.tpu_records import FIELDS, Item, Refs, Static
 
 _TOGETHER = 16  # pages whose copies start in one basic block
+_AT_ONCE = 32  # pages whose copies start among products: those leave the scalar units free
 
 
 def quotient(x, n: int):
@@ -43,8 +44,8 @@ def out_copies(static: Static, refs: Refs, index, place, what: str) -> None:
         getattr(pltpu.make_async_copy(source.at[place], target.at[index], refs.out_sem.at[place]), what)()
 
 
-def _is_held(static: Static, item: Item, j):
-    # whether every page of block j is needed
+def is_held(static: Static, item: Item, j):
+    """Whether every page of block j is needed."""
     keys, size = static.keys, static.page_size
     return (item.low < j * keys + size) & (item.high > (j + 1) * keys - size)
 
@@ -68,26 +69,36 @@ def arriving(static: Static, refs: Refs):
 
 def start_block(static: Static, refs: Refs, item: Item, j, slot, table) -> None:
     """Start copies of the pages of block j to a slot; their ids lie at `table`."""
-    pages = static.config.block_pages
-    base = table * static.table_chunk + (j * pages & static.table_chunk - 1)
-    whole = _is_held(static, item, j)
+    pages, whole = static.config.block_pages, is_held(static, item, j)
     several = min(pages, _TOGETHER)
 
     @pl.when(whole)
     def _():
-        lax.fori_loop(0, pages // several, lambda group, _: _start(static, refs, base, group, several, slot), 0)
+        lax.fori_loop(0, pages // several, lambda group, _: _start(static, refs, j, group, several, slot, table), 0)
 
     @pl.when(jnp.logical_not(whole))
     def _():
         first, last = _held_pages(static, item, j)
-        lax.fori_loop(first, last, lambda i, _: _start(static, refs, base, i, 1, slot), 0)
+        lax.fori_loop(first, last, lambda i, _: _start(static, refs, j, i, 1, slot, table), 0)
 
 
-def _start(static: Static, refs: Refs, base, group, several: int, slot) -> int:
+def starts_at_once(static: Static) -> bool:
+    """Whether copies of a block start among the products of another (`start_pages`)."""
+    return static.config.unroll_heads and static.config.block_pages <= _AT_ONCE
+
+
+def start_pages(static: Static, refs: Refs, j, slot, table) -> None:
+    """`start_block` of all pages of a block, in one basic block."""
+    _start(static, refs, j, 0, static.config.block_pages, slot, table)
+
+
+def _start(static: Static, refs: Refs, j, group, several: int, slot, table) -> int:
     # One address a group, and constants from there: what a copy takes is the scalar code around it.
-    base, rows = base + group * several, several * static.page_size
+    first, rows = group * several, several * static.page_size
+    base = table * static.table_chunk + (j * static.config.block_pages & static.table_chunk - 1) + first
     offset = refs.counts[1]
-    held = arriving(static, refs).at[slot, pl.ds(pl.multiple_of(group * rows, rows), rows)]
+    at = group * rows if static.words else pl.multiple_of(group * rows, static.page_size)
+    held = arriving(static, refs).at[slot, pl.ds(at, rows)]
     # ids first: a load of scalar memory would wait for the copy before it
     ids = [refs.table_smem[base + i] + offset for i in range(several)]
     for i, page in enumerate(ids):
@@ -102,7 +113,7 @@ def wait_block(static: Static, refs: Refs, item: Item, j, slot) -> None:
         _copy_to(refs, 0, arriving(static, refs).at[slot, pl.ds(0, static.page_size)], slot).wait()
         return 0
 
-    whole = _is_held(static, item, j)
+    whole = is_held(static, item, j)
 
     @pl.when(whole)
     def _():

@@ -5,12 +5,24 @@ Source: arXiv:2205.14135, algorithm 1; arXiv:2309.06180 (paging).
 # Settings are passed on as mappings, which the checker cannot follow.
 # pyright: reportArgumentType=false
 
+from typing import Any, NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention import tpu_fresh, tpu_unpack
-from pallas_kernels.attention.tpu_copies import item_copies, out_copies, start_block, table_copy, wait_block
+from pallas_kernels.attention.tpu_config import DEPTH
+from pallas_kernels.attention.tpu_copies import (
+    is_held,
+    item_copies,
+    out_copies,
+    start_block,
+    start_pages,
+    starts_at_once,
+    table_copy,
+    wait_block,
+)
 from pallas_kernels.attention.tpu_products import attend_block, finish, is_whole, token_scales
 from pallas_kernels.attention.tpu_records import FIELDS, Item, Refs, Static
 
@@ -31,18 +43,8 @@ def program(static: Static, refs: Refs) -> None:
 
     @pl.when(mine > 0)
     def _():
-        first = item_of(0)
-        table_copy(static, refs, first.seq, first.begin, 0).start()
-        item_copies(static, refs, core, 0, "start")
-        table_copy(static, refs, first.seq, first.begin, 0).wait()
-        start_block(static, refs, first, first.begin, 0, 0)
-        k, j = next_block(item_of, mine, 0, first.begin, first.end)
-
-        @pl.when(k < mine)
-        def _():
-            table_copy(static, refs, item_of(k).seq, j, 1).start()
-
-        lax.fori_loop(0, mine, lambda k, step: _attend_item(static, refs, item_of, mine, k, step), 0)
+        ahead = _begin(static, refs, item_of, mine)
+        lax.fori_loop(0, mine, lambda k, ahead: _attend_item(static, refs, item_of, mine, k, ahead), ahead)
         for back in (1, 2):
 
             @pl.when(mine >= back)
@@ -53,6 +55,39 @@ def program(static: Static, refs: Refs) -> None:
             tpu_fresh.end(static, refs)
 
 
+class _Ahead(NamedTuple):
+    """What is known before a block is attended."""
+
+    slot: Any  # where its pages arrive
+    side: Any  # where the page ids of the block after the next lie
+    k: Any  # and that block: its item, and
+    j: Any  # its number
+
+
+def _begin(static: Static, refs: Refs, item_of, mine) -> _Ahead:
+    # two blocks on their way, the page ids of the third too
+    first = item_of(0)
+    table_copy(static, refs, first.seq, first.begin, 0).start()
+    item_copies(static, refs, refs.core, 0, "start")
+    table_copy(static, refs, first.seq, first.begin, 0).wait()
+    start_block(static, refs, first, first.begin, 0, 0)
+    k1, j1 = next_block(item_of, mine, 0, first.begin, first.end)
+    second = item_of(jnp.minimum(k1, mine - 1))
+    k2, j2 = next_block(item_of, mine, k1, j1, second.end)
+
+    @pl.when(k1 < mine)
+    def _():
+        table_copy(static, refs, second.seq, j1, 1).start()
+        table_copy(static, refs, second.seq, j1, 1).wait()
+        start_block(static, refs, second, j1, 1, 1)
+
+    @pl.when(k2 < mine)
+    def _():
+        table_copy(static, refs, item_of(k2).seq, j2, 0).start()
+
+    return _Ahead(jnp.int32(0), jnp.int32(0), k2, j2)
+
+
 def next_block(item_of, mine, k, j, end):
     """The block after block j of item k: (item, block); item == mine past the last."""
     more = j + 1 < end
@@ -61,7 +96,7 @@ def next_block(item_of, mine, k, j, end):
     return following, jnp.where(more, j + 1, begin)
 
 
-def _attend_item(static: Static, refs: Refs, item_of, mine, k, step):
+def _attend_item(static: Static, refs: Refs, item_of, mine, k, ahead: _Ahead) -> _Ahead:
     cores, core = static.config.cores, refs.core
     item, place = item_of(k), k & 1
     refs.top[...] = jnp.full_like(refs.top, -jnp.inf)
@@ -73,40 +108,9 @@ def _attend_item(static: Static, refs: Refs, item_of, mine, k, step):
     def _():
         item_copies(static, refs, core + (k + 1) * cores, 1 - place, "start")
 
-    def block(j, step):
-        slot = step & 1
-        k1, j1 = next_block(item_of, mine, k, j, item.end)
-
-        @pl.when(k1 < mine)
-        def _():
-            following = item_of(k1)
-            table_copy(static, refs, following.seq, j1, 1 - slot).wait()
-            start_block(static, refs, following, j1, 1 - slot, 1 - slot)
-            k2, j2 = next_block(item_of, mine, k1, j1, following.end)
-
-            @pl.when(k2 < mine)
-            def _():
-                table_copy(static, refs, item_of(k2).seq, j2, slot).start()
-
-        wait_block(static, refs, item, j, slot)
-        if static.writes:
-            tpu_fresh.put(static, refs, item, j, slot, place, place)
-        slot = tpu_unpack.unpack(static, refs, slot)
-        scales = token_scales(static, refs) if static.row.scales else None
-        whole = is_whole(static, item, j)
-
-        @pl.when(whole)
-        def _():
-            attend_block(static, refs, item, j, slot, place, scales, masked=False)
-
-        @pl.when(jnp.logical_not(whole))
-        def _():
-            tpu_unpack.clear(static, refs, item, j, slot)
-            attend_block(static, refs, item, j, slot, place, scales, masked=True)
-
-        return step + 1
-
-    step = lax.fori_loop(item.begin, item.end, block, step)
+    ahead = lax.fori_loop(
+        item.begin, item.end, lambda j, ahead: _attend(static, refs, item_of, mine, item, j, place, ahead), ahead
+    )
 
     @pl.when(k >= 2)
     def _():
@@ -114,4 +118,57 @@ def _attend_item(static: Static, refs: Refs, item_of, mine, k, step):
 
     finish(static, refs, place)
     out_copies(static, refs, core + k * cores, place, "start")
-    return step
+    return ahead
+
+
+def _attend(static: Static, refs: Refs, item_of, mine, item: Item, j, place, ahead: _Ahead) -> _Ahead:
+    # block j of an item, while the block after the next is asked for
+    slot, side, k2, j2 = ahead
+    free = jnp.where(slot == 0, DEPTH - 1, slot - 1)  # where the block before this one was
+    third, more = item_of(jnp.minimum(k2, mine - 1)), k2 < mine
+    k3, j3 = next_block(item_of, mine, k2, j2, third.end)
+    whole = is_whole(static, item, j)
+    at_once = more & whole & is_held(static, third, j2) if starts_at_once(static) else False
+
+    @pl.when(more)
+    def _():
+        table_copy(static, refs, third.seq, j2, side).wait()
+
+    @pl.when(more & jnp.logical_not(at_once))
+    def _():
+        start_block(static, refs, third, j2, free, side)
+
+    @pl.when(k3 < mine)
+    def _():
+        table_copy(static, refs, item_of(k3).seq, j3, 1 - side).start()
+
+    wait_block(static, refs, item, j, slot)
+    if static.writes:
+        tpu_fresh.put(static, refs, item, j, slot, place, place)
+    rows = tpu_unpack.unpack(static, refs, slot)
+    scales = token_scales(static, refs) if static.row.scales else None
+
+    def attend():
+        @pl.when(whole)
+        def _():
+            attend_block(static, refs, item, j, rows, place, scales, masked=False)
+
+        @pl.when(jnp.logical_not(whole))
+        def _():
+            tpu_unpack.clear(static, refs, item, j, rows)
+            attend_block(static, refs, item, j, rows, place, scales, masked=True)
+
+    if at_once is False:
+        attend()
+    else:
+
+        @pl.when(at_once)
+        def _():
+            def start():
+                start_pages(static, refs, j2, free, side)
+
+            attend_block(static, refs, item, j, rows, place, scales, masked=False, meanwhile=start)
+
+        pl.when(jnp.logical_not(at_once))(attend)
+
+    return _Ahead(jnp.where(slot == DEPTH - 1, 0, slot + 1), 1 - side, k3, j3)

@@ -2,6 +2,8 @@
 # Settings are passed on as mappings, which the checker cannot follow.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -9,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._common.tpu_rows import LANES, round_up
 from pallas_kernels.attention import tpu_ahead, tpu_fresh
+from pallas_kernels.attention.tpu_config import DEPTH
 from pallas_kernels.attention.tpu_kernel import program
 from pallas_kernels.attention.tpu_records import Refs, Static
 
@@ -27,10 +30,10 @@ def launch(static: Static, operands: dict, out_dtype, vmem: int, interpret) -> l
     pool = operands["pool"]
     if static.writes:
         results["written"] = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
-    carry, depth = (tiles, rows, LANES), tpu_ahead.DEPTH if config.parts > 1 else 2
+    carry, depth = (tiles, rows, LANES), DEPTH if config.parts > 1 else 2
     scratch = dict(
         table_smem=pltpu.SMEM((2 * static.table_chunk,), jnp.int32),
-        kv=pltpu.VMEM(_kv_sizes(static, depth, bool(interpret)), static.held),
+        kv=pltpu.VMEM(_kv_sizes(static, bool(interpret)), static.held),
         q_vmem=pltpu.VMEM((depth, tiles, rows, wide_k), static.compute),
         top=pltpu.VMEM(carry, jnp.float32),
         total=pltpu.VMEM(carry, jnp.float32),
@@ -39,9 +42,9 @@ def launch(static: Static, operands: dict, out_dtype, vmem: int, interpret) -> l
         lse_vmem=pltpu.VMEM((2, *carry), jnp.float32),
     )
     if static.words:
-        scratch["kv_words"] = pltpu.VMEM((2, static.block_kv, *pool.shape[2:]), jnp.int32)
+        scratch["kv_words"] = pltpu.VMEM((DEPTH, static.block_kv, *pool.shape[2:]), jnp.int32)
     if static.latent:
-        sizes = (1 if static.words else depth, static.block_kv, static.latent.lanes)
+        sizes = (1 if static.words else DEPTH, static.block_kv, static.latent.lanes)
         scratch["kv_bytes"] = pltpu.VMEM(sizes, jnp.int8)
     if row.scales:
         scratch["token_scales"] = pltpu.VMEM((round_up(2 * row.kv_heads, 8), static.block_kv), jnp.float32)
@@ -60,14 +63,14 @@ def launch(static: Static, operands: dict, out_dtype, vmem: int, interpret) -> l
     if config.parts > 1:
         scratch["raw"] = pltpu.VMEM((rows, static.block_kv // config.parts), jnp.float32)
     semaphores = ("table", "kv", "q", "stage", "bits", "out")
-    scratch |= {f"{name}_sem": pltpu.SemaphoreType.DMA((depth,)) for name in semaphores}
+    scratch |= {f"{name}_sem": pltpu.SemaphoreType.DMA((DEPTH,)) for name in semaphores}
     names = (*operands, *results, *scratch)
 
     def body(*refs):
         run = tpu_ahead.program if config.parts > 1 else program
-        held = dict.fromkeys(Refs._fields) | dict(zip(names, refs, strict=True))
+        held: dict[str, Any] = dict.fromkeys(Refs._fields) | dict(zip(names, refs, strict=True))
         if len(held["kv"].shape) == 4:
-            held["kv"] = held["kv"].reshape(depth, static.block_kv, row.lanes)
+            held["kv"] = held["kv"].reshape(DEPTH, static.block_kv, row.lanes)
         if static.writes:
             held["pool"] = held["written"]  # the same memory
         run(static, Refs(**held))
@@ -90,14 +93,14 @@ def launch(static: Static, operands: dict, out_dtype, vmem: int, interpret) -> l
     )(*operands.values())
 
 
-def _kv_sizes(static: Static, depth: int, interpreted: bool) -> tuple[int, ...]:
+def _kv_sizes(static: Static, interpreted: bool) -> tuple[int, ...]:
     if static.words or static.latent:
         return 1, static.block_kv, static.row.lanes
     if static.held.itemsize != 2 or static.row.lanes >= 1024 or interpreted:  # views of another shape don't interpret
-        return depth, static.block_kv, static.row.lanes
-    # As 8 rows and lanes, tiled as XLA tiles a pool: with the tiles of 16 rows that a v7x prefers, the copy of a page is
-    # a strided one, and starting it takes 17 bundles instead of 5. Wide rows would take more to load than is won.
-    return depth, static.block_kv // 8, 8, static.row.lanes
+        return DEPTH, static.block_kv, static.row.lanes
+    # As 8 rows and lanes, tiled as XLA tiles a pool: with the tiles of 16 rows that a v7x prefers, the copy of a page has
+    # strides, and starting it takes 17 bundles instead of 5. Wide rows would take more to load than is won.
+    return DEPTH, static.block_kv // 8, 8, static.row.lanes
 
 
 def _cost(static: Static, operands: dict) -> pl.CostEstimate:

@@ -85,12 +85,16 @@ def _scores(static: Static, raw, scale):
     return jnp.tanh(raw * (scale / cap)) * (cap * LOG2E)
 
 
-def attend_block(static: Static, refs: Refs, item: Item, j, slot, place, scales, *, masked: bool) -> None:
-    """Fold block j into the state of all tiles."""
+def attend_block(
+    static: Static, refs: Refs, item: Item, j, slot, place, scales, *, masked: bool, meanwhile=None
+) -> None:
+    """Fold block j into the state of all tiles. Args: meanwhile: code to mix with that of unrolled heads."""
     seen = visible(static, refs, item, j, place) if masked else None
     if static.config.unroll_heads:
         tiles, parts = range(static.tiles), _parts(static)
         raws = [[raw_scores(static, refs, tile, slot, place, keys) for keys in parts] for tile in tiles]
+        if meanwhile is not None:
+            meanwhile()
         states = []
         for tile in tiles:
             state = None

@@ -93,9 +93,9 @@ class Refs(NamedTuple):
     written: Any  # hbm: the pool again, None where nothing is written
     table_smem: Any
     token_scales: Any  # vmem f32[heads, block_kv]: of keys, then of values; None for one for all
-    kv: Any  # vmem [2, block_kv, lanes]; [1, ...] where blocks arrive in another form
-    kv_bytes: Any  # vmem int8[2, block_kv, lanes]: latents in 8 bits; None without
-    kv_words: Any  # vmem i32[2, block_kv, tiles, 1, 128], None without words
+    kv: Any  # vmem [3, block_kv, lanes]; [1, ...] where blocks arrive in another form
+    kv_bytes: Any  # vmem int8[3, block_kv, lanes]: latents in 8 bits; None without
+    kv_words: Any  # vmem i32[3, block_kv, tiles, 1, 128], None without words
     fresh_vmem: Any  # vmem [2, block_q, ...]: rows of `fresh`
     stage: Any  # vmem [2, groups, ...]: rows on their way to the pool
     staged: Any  # smem i32[2, 2]: copies of those that were not waited for, and groups that were filled

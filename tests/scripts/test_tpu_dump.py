@@ -59,6 +59,18 @@ def test_the_steady_loop_is_the_innermost_and_skips_what_it_may(dump):
     assert loop.limiting_unit == "MXU" and loop.shares["MXU"] == pytest.approx(2 / 24)
 
 
+def test_a_path_that_starts_the_copies_counts_and_loops_on_it_run_until_all_are_started(dump):
+    # a copy in the code that is skipped at times, and one in the loop itself
+    text = BUNDLES.replace("%8 = nop", "%8 = dma.hbm_to_vmem %s1").replace(
+        "%12 =", "%12 = dma.hbm_to_vmem %s2 ;; %22 ="
+    )
+    (dump / "17-attention.1-02-final_bundles.txt").write_text(text)
+    assert tpu_dump.steady_loop(dump, "attention", copies=1).bundles == 12
+    assert tpu_dump.steady_loop(dump, "attention", copies=2).bundles == 14
+    with pytest.raises(ValueError, match="starts 2 copies of 3"):
+        tpu_dump.steady_loop(dump, "attention", copies=3)
+
+
 def test_code_for_one_case_excludes_the_other(dump):
     # bundle 8 runs when %p1 is false, bundle 16 when it is true: a product in either, never two
     text = BUNDLES.replace("%13 = sbr.rel (!%p2) target = $region3", "%13 = sbr.rel (!%p1) target = $region5")
