@@ -98,7 +98,7 @@ def _kv_sizes(static: Static, interpreted: bool) -> tuple[int, ...]:
         return 1, static.block_kv, static.row.lanes
     if static.held.itemsize != 2 or static.row.lanes >= 1024 or interpreted:  # views of another shape don't interpret
         return DEPTH, static.block_kv, static.row.lanes
-    # As 8 rows and lanes, tiled as XLA tiles a pool: with the tiles of 16 rows that a v7x prefers, the copy of a page has
+    # As 8 rows and lanes, tiled as XLA tiles a pool: with tiles of 16 rows, which a v7x prefers, the copy of a page has
     # strides, and starting it takes 17 bundles instead of 5. Wide rows would take more to load than is won.
     return DEPTH, static.block_kv // 8, 8, static.row.lanes
 
