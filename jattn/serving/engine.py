@@ -1,6 +1,7 @@
 """The serving loop: admits, prefills, dispatches rounds, and reads each report behind the next round's dispatch."""
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -137,7 +138,9 @@ class Engine:
             rows_in_flight=self.config.rows_in_flight,
         )
         self._table = np.zeros(self._state.page_table.shape, np.int32)
+        self._uploaded = 0  # changes of the pages' owners that the table holds
         self._pending: _InFlight | None = None
+        self._ready: list[Delta] = []  # read, and not handed out yet
         # Launching some hundred kernels takes the host as long as a small model's round takes the GPU: it goes on in a
         # thread (without the interpreter's lock) while the tokens of the round before are handed out.
         self._launcher = ThreadPoolExecutor(1, "jattn-launch") if branches_wait(kind) else None
@@ -156,6 +159,10 @@ class Engine:
         """End a request now, keeping what it has, also one that waits; its tokens still in flight are dropped."""
         if sequence.finish_reason is not None:
             return
+        for delta in [delta for delta in self._ready if delta.sequence is sequence]:  # read, not handed out
+            self._ready.remove(delta)
+            kept = len(sequence.new_ids) - len(delta.new_ids)
+            del sequence.new_ids[kept:], sequence.logprobs[kept:]
         if sequence.slot == NOT_RUNNING:
             self.scheduler.withdraw(sequence)
         else:
@@ -163,18 +170,22 @@ class Engine:
         sequence.finish_reason = reason
 
     def run(self) -> Iterator[Delta]:
-        """Serve until every submitted request has ended. More may be submitted, or cancelled, between deltas."""
-        while self.scheduler.busy:
+        """Serve until every submitted request has ended. More may be submitted, or cancelled, between deltas.
+
+        A report is read behind the dispatch of the next program, and its deltas are handed out behind the dispatch of
+        the one after: what the caller does with them takes no time of the device.
+        """
+        while self.scheduler.busy or self._pending is not None or self._ready:
             for sequence in self.scheduler.admit():
                 self._admit(sequence)
-            yield from self._step()
-        yield from self._drain()
+            yield from self._make_room()
+            previous = self._dispatch_next() if any(self.scheduler.slots) else self._landed_flight()
+            yield from self._hand_out()
+            if previous is not None:
+                self._ready = self._read(previous)
 
-    def _step(self) -> Iterator[Delta]:
-        """Dispatch one program, then read the report of the one before it."""
-        yield from self._make_room()
-        if not any(self.scheduler.slots):
-            return
+    def _dispatch_next(self) -> _InFlight | None:
+        """Dispatch one program; returns the one before it, if its report is not read yet."""
         self._upload_pages()
         holders = tuple(self.scheduler.slots)
         waiting = self.scheduler.waiting_for_prefill()
@@ -187,15 +198,27 @@ class Engine:
         self._settled()
         previous, self._pending = self._pending, _InFlight(report=None, holders=holders, is_prefill=waiting > 0)
         self._start(program, *args)
-        if previous is not None:
-            yield from self._read(previous)
+        return previous
+
+    def _landed_flight(self) -> _InFlight | None:
+        """The newest program, once it is launched, with none behind it."""
+        self._settled()
+        previous, self._pending = self._pending, None
+        return previous
+
+    def _hand_out(self) -> Iterator[Delta]:
+        while self._ready:
+            yield self._ready.pop(0)
 
     def _start(self, program: Callable, *args) -> None:
         """Launch a program on the state that it takes, and the copy of its report to the host."""
         state, held = self._state, self._held
         spare = self._spares.pop() if self._spares else empty_report(self.config)
 
+        begun = threading.Event()
+
         def launch() -> tuple[DecodeState, Report, Report]:
+            begun.set()
             after, held_after = program(self._weights, state, held, *args)
             report = self.programs.report(held_after, spare)
             for leaf in jax.tree.leaves(report):
@@ -204,6 +227,7 @@ class Engine:
 
         if self._launcher is not None:
             self._launching = self._launcher.submit(launch)
+            begun.wait()  # or it waits for the interpreter's lock until this thread has handed out all tokens
         else:
             self._landed(launch())
 
@@ -230,21 +254,19 @@ class Engine:
     def _make_room(self) -> Iterator[Delta]:
         """Reserve what the next round may write; where pages run out, take back the newest request, whole."""
         while (victim := self.scheduler.short_of_pages()) is not None:
-            if self._pending is not None:
-                yield from self._drain()  # what it has generated must be known first, and may end it
+            if self._ready:
+                yield from self._hand_out()  # the caller may cancel some
+                continue
+            if (flight := self._landed_flight()) is not None:
+                self._ready = self._read(flight)  # what it has generated must be known first, and may end it
                 continue
             self._dispatch(self.programs.release, np.int32(victim.slot))
             self.scheduler.preempt(victim)
 
-    def _drain(self) -> Iterator[Delta]:
-        self._settled()
-        previous, self._pending = self._pending, None
-        if previous is not None:
-            yield from self._read(previous)
-
-    def _read(self, flight: _InFlight) -> Iterator[Delta]:
+    def _read(self, flight: _InFlight) -> list[Delta]:
+        """Wait for a report; what it says of each request that still runs."""
         assert flight.report is not None  # launched, or the one behind it would not be
-        report = report_of(flight.report)
+        report, deltas = report_of(flight.report), []
         for slot, sequence in enumerate(flight.holders):
             if sequence is None or sequence.finish_reason is not None:
                 continue
@@ -263,8 +285,9 @@ class Engine:
             sequence.finish_reason = _REASONS.get(status)
             if sequence.finish_reason is not None:
                 self.scheduler.finish(sequence)  # the device has stopped it already
-            yield Delta(sequence=sequence, new_ids=new_ids, finish_reason=sequence.finish_reason)
+            deltas.append(Delta(sequence=sequence, new_ids=new_ids, finish_reason=sequence.finish_reason))
         self._spares.append(flight.report)
+        return deltas
 
     def _admit(self, sequence: Sequence) -> None:
         request, known = sequence.request, sequence.known_ids
@@ -289,10 +312,13 @@ class Engine:
         self._state = program(self._settled(), *args)
 
     def _upload_pages(self) -> None:
-        table = self._table.copy()
+        pages = self.scheduler.pages
+        if pages.num_changes == self._uploaded:
+            return
+        self._uploaded, table = pages.num_changes, self._table.copy()
         for slot, sequence in enumerate(self.scheduler.slots):
             if sequence is not None:
-                owned = self.scheduler.pages.owned(sequence)
+                owned = pages.owned(sequence)
                 table[slot, : len(owned)] = owned
         if not np.array_equal(table, self._table):
             self._table = table

@@ -14,6 +14,8 @@ class PageAllocator:
     def __init__(self, num_pages: int):
         self._free = list(range(num_pages - 1, -1, -1))
         self._owned: dict[object, list[int]] = {}
+        self.num_changes = 0
+        """Grows with every page that is handed out or given back."""
 
     @property
     def num_free(self) -> int:
@@ -32,9 +34,11 @@ class PageAllocator:
             return True
         if missing > len(self._free):
             return False
+        self.num_changes += 1
         self._owned[owner] = [*held, *(self._free.pop() for _ in range(missing))]
         return True
 
     def release(self, owner: object) -> None:
         """Give back every page of an owner."""
+        self.num_changes += 1
         self._free.extend(reversed(self._owned.pop(owner, [])))
