@@ -13,19 +13,21 @@ from tpu_target import Generation
 
 from pallas_kernels._common import tpu_rows as pool_rows
 from pallas_kernels.attention import tpu as attention
-from pallas_kernels.attention.tpu_config import Facts, heuristic
+from pallas_kernels.attention.tpu_config import Facts, heuristic, tuned
 from pallas_kernels.mla import tpu as mla
 from pallas_kernels.mla import tpu_config as mla_config
 
 
-def _attention(case: Heads, generation: Generation) -> Call:
+def attention_call(case: Heads, generation: Generation) -> Call:
+    """A call of the attention on a work; of `case.config`, or of the sizes that a call chooses."""
     device, page = generation.device, case.page
     row = pool_rows.Row(kv_heads=case.kv_heads, k_dim=case.dim, v_dim=case.dim)
     group = case.q_heads // case.kv_heads
     facts = Facts(row=row, group=group, max_q_len=case.q_len, page_size=page, kv_bytes=2, q_bytes=2)
     if case.tree:
         facts = dataclasses.replace(facts, tree_words=2)
-    config = case.config or heuristic(facts, vmem=attention.vmem_of(device), cores=device.cores)[-1]
+    chosen = heuristic(facts, vmem=attention.vmem_of(device), cores=device.cores, sizes=tuned(device.name))
+    config = case.config or chosen[-1]
     room = case.kv_len // page
 
     def function(q, pool, table, seq_lens, cu_q_lens, *tree):
@@ -124,7 +126,7 @@ def rows() -> list[Row]:
     found = []
     verify = tpu_rows.VERIFY, tpu_rows.TREE
     for case in (tpu_rows.DECODE, *tpu_rows.DECODES, tpu_rows.DECODE_16, *verify, tpu_rows.PREFILL):
-        found.append(Row(kernel="tpu/attend", work=case.work, call=functools.partial(_attention, case)))
+        found.append(Row(kernel="tpu/attend", work=case.work, call=functools.partial(attention_call, case)))
     for case in (tpu_rows.MLA_DECODE, tpu_rows.MLA_DECODE_16, tpu_rows.MLA_VERIFY, tpu_rows.MLA_VERIFY_16):
         found.append(Row(kernel="tpu/attend_latent", work=case.work, call=functools.partial(_latent, case, 64)))
     return found

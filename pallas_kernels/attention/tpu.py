@@ -18,7 +18,7 @@ from pallas_kernels._common.tpu_devices import Device, device_named
 from pallas_kernels._common.tpu_rows import LANES, LatentRow, Row, round_up
 from pallas_kernels.attention import tpu_operands
 from pallas_kernels.attention import tpu_schedule as schedules
-from pallas_kernels.attention.tpu_config import Config, Facts, block_kv, fitting, heuristic, rows_of
+from pallas_kernels.attention.tpu_config import Config, Facts, block_kv, fitting, heuristic, rows_of, tuned
 from pallas_kernels.attention.tpu_launch import launch
 from pallas_kernels.attention.tpu_records import Static
 from pallas_kernels.attention.tpu_schedule import Items
@@ -98,7 +98,7 @@ def paged_attention(
     out = jnp.zeros((num_splits, tokens, q_heads, row.v_dim), out_dtype)
     lse = jnp.full((num_splits, tokens, q_heads), -jnp.inf, jnp.float32)
     facts = facts_of(q, k_pages, row, kind, max_q_len, tree_bits, writes=fresh is not None)
-    configs = _configs(config, facts, vmem, chip.cores)
+    configs = _configs(config, facts, vmem, chip)
     if fresh is not None and not can_write(configs, max_q_len):
         raise ValueError(f"fresh with max_q_len={max_q_len} and {configs}: want every request in one tile of queries")
     call = functools.partial(
@@ -172,7 +172,7 @@ def configs_of(
     row = Row(kv_heads=kv_heads or q.shape[1], k_dim=q.shape[2], v_dim=v_dim or q.shape[2], scales=token_scales)
     facts = facts_of(q, pool, row, _kind(q, pool, row, kv_dtype), max_q_len, tree_bits, writes=writes)
     chip = device_named(device)
-    return _configs(config, facts, vmem_of(chip) if vmem is None else vmem, chip.cores)
+    return _configs(config, facts, vmem_of(chip) if vmem is None else vmem, chip)
 
 
 def facts_of(
@@ -201,9 +201,9 @@ def _kind(q, pool, row: Row, kv_dtype) -> jnp.dtype:
     return float8.kind_of(pool, kv_dtype)
 
 
-def _configs(config, facts: Facts, vmem: int, cores: int) -> tuple[Config, ...]:
+def _configs(config, facts: Facts, vmem: int, chip: Device) -> tuple[Config, ...]:
     if config is None:
-        configs = heuristic(facts, vmem=vmem, cores=cores)
+        configs = heuristic(facts, vmem=vmem, cores=chip.cores, sizes=tuned(chip.name))
     else:
         given = config if isinstance(config, tuple) else (config,)
         configs = tuple(fitting(one, facts, vmem) for one in given)

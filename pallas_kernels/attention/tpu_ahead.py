@@ -12,12 +12,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention import tpu_fresh
-from pallas_kernels.attention.tpu_config import DEPTH
 from pallas_kernels.attention.tpu_copies import item_copies, out_copies, start_block, table_copy, wait_block
 from pallas_kernels.attention.tpu_kernel import next_block
 from pallas_kernels.attention.tpu_products import finish, fold, is_whole, raw_scores, visible
 from pallas_kernels.attention.tpu_records import FIELDS, Item, Refs, Static
 from pallas_kernels.attention.tpu_unpack import clear
+
+DEPTH = 3  # blocks and queries held: one attended, one scored, one on its way
 
 
 def program(static: Static, refs: Refs) -> None:

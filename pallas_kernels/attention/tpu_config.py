@@ -1,14 +1,31 @@
 """Block sizes of the TPU attention, and the vector memory that they take."""
 
 import dataclasses
+import functools
+import json
 import math
+from pathlib import Path
 
 from pallas_kernels._common.tpu_rows import LANES, LatentRow, Row, round_up
 
-DEPTH = 3  # blocks held: one attended, one that arrives, one that is asked for
-_BLOCK_BYTES = 2 << 20  # of a decode block: a step's fixed 200 bundles are then a fifth of what its copy takes on a v7x
+DATA = Path(__file__).resolve().parents[1] / "data"
 _BLOCK_KEYS = 4096  # of a decode block at most: narrow rows would have blocks longer than their contexts
-_ROWS = 1024  # of a prefill product: keys are pushed into the matrix unit once for all of them
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What is chosen for a generation from the compiler's schedule, by `scripts/tune_tpu.py`."""
+
+    block_bytes: int = 2 << 20  # of a decode block: a step's fixed code should take little of the time of its copy
+    rows: int = 1024  # of a prefill product: keys are pushed into the matrix unit once for all of them
+    keys: int = 512  # of a prefill block
+
+
+@functools.cache
+def tuned(device: str | None) -> Sizes:
+    """The sizes of a generation by its name, as `tpu_devices` has it; those of any where it has none of its own."""
+    path = DATA / f"{device}.json"
+    return Sizes(**json.loads(path.read_text())["sizes"]) if path.exists() else Sizes()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +37,7 @@ class Config:
     heads: int = 1  # KV heads whose queries share a product: rows of zeros keep them apart
     unroll_heads: bool = True  # products of all heads in one basic block, for the scheduler to interleave
     parts: int = 1  # of the keys of a block; with several, scores are made a part ahead of their sums (`tpu_ahead`)
+    depth: int = 3  # blocks held: one attended, one that arrives, and with 3 one that is asked for
     cores: int = 1  # TensorCores that share the work items
 
     def __post_init__(self):
@@ -27,6 +45,8 @@ class Config:
             raise ValueError(f"block_q={self.block_q}: want 1, or a multiple of 8 (the rows of a register)")
         if self.block_pages < 1 or self.block_pages & (self.block_pages - 1):
             raise ValueError(f"block_pages={self.block_pages}: want a power of two")
+        if self.depth not in ((2, 3) if self.parts == 1 else (3,)):
+            raise ValueError(f"depth={self.depth}, parts={self.parts}: want 2 or 3 blocks held, 3 with several parts")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +89,8 @@ def vmem_bytes(config: Config, facts: Facts) -> int:
     row, rows, keys = facts.row, rows_of(config, facts), block_kv(config, facts)
     tiles = row.kv_heads // config.heads
     wide_k, wide_v = (row.window(side, 0, config.heads)[1] for side in "kv")
-    depth = DEPTH if config.parts > 1 else 2
-    kv = (DEPTH + facts.held_as_words) * keys * row.held_lanes * facts.kv_bytes
+    depth = 3 if config.parts > 1 else 2
+    kv = (config.depth + facts.held_as_words) * keys * row.held_lanes * facts.kv_bytes
     if facts.packed:
         kv += keys * row.lanes * facts.q_bytes
     if row.scales:
@@ -89,22 +109,22 @@ def vmem_bytes(config: Config, facts: Facts) -> int:
     return kv + q + out + carry + bits + live + wider + raw
 
 
-def heuristic(facts: Facts, *, vmem: int, cores: int = 1) -> tuple[Config, ...]:
+def heuristic(facts: Facts, *, vmem: int, cores: int = 1, sizes: Sizes | None = None) -> tuple[Config, ...]:
     """Sizes for requests of up to `facts.max_q_len` rows; with several, a request uses the first that holds its rows.
 
-    Args: vmem: bytes of vector memory that a program may use. cores: TensorCores of a device.
+    Args: vmem: bytes of vector memory that a program may use. cores: TensorCores of a device. sizes: of its generation.
     """
-    return tuple(dataclasses.replace(config, cores=cores) for config in _classes(facts, vmem))
+    return tuple(dataclasses.replace(config, cores=cores) for config in _classes(facts, vmem, sizes or Sizes()))
 
 
-def _classes(facts: Facts, vmem: int) -> tuple[Config, ...]:
+def _classes(facts: Facts, vmem: int, sizes: Sizes) -> tuple[Config, ...]:
     if facts.max_q_len == 1:
-        return (fitting(_decode(facts, 1), facts, vmem),)
-    short = fitting(_decode(facts, min(round_up(facts.max_q_len, 8), 16)), facts, vmem)
+        return (fitting(_decode(facts, 1, sizes), facts, vmem),)
+    short = fitting(_decode(facts, min(round_up(facts.max_q_len, 8), 16), sizes), facts, vmem)
     if facts.max_q_len <= short.block_q:
         return (short,)
-    one = fitting(_decode(facts, 1), facts, vmem)
-    return one, short, fitting(_prefill(facts), facts, vmem)
+    one = fitting(_decode(facts, 1, sizes), facts, vmem)
+    return one, short, fitting(_prefill(facts, sizes), facts, vmem)
 
 
 def fitting(config: Config, facts: Facts, vmem: int) -> Config:
@@ -116,6 +136,8 @@ def fitting(config: Config, facts: Facts, vmem: int) -> Config:
         keys = config.block_pages * facts.page_size
         if config.block_pages > 1 and keys > LANES:
             config = dataclasses.replace(config, block_pages=config.block_pages // 2)
+        elif config.depth > 2 and config.parts == 1:
+            config = dataclasses.replace(config, depth=2)
         elif config.unroll_heads:
             config = dataclasses.replace(config, unroll_heads=False)
         elif config.block_q > 8:
@@ -141,13 +163,13 @@ def _stack(facts: Facts, block_q: int) -> int:
     return row.kv_heads
 
 
-def _decode(facts: Facts, block_q: int) -> Config:
+def _decode(facts: Facts, block_q: int, sizes: Sizes) -> Config:
     heads = _stack(facts, block_q) if block_q == 1 or facts.row.k_dim < 128 else min(2, facts.row.kv_heads)
     heads = heads if facts.row.kv_heads % heads == 0 else 1
-    keys = min(max(_BLOCK_BYTES // (facts.row.held_lanes * facts.kv_bytes), LANES), _BLOCK_KEYS)
+    keys = min(max(sizes.block_bytes // (facts.row.held_lanes * facts.kv_bytes), LANES), _BLOCK_KEYS)
     return Config(block_q=block_q, block_pages=_pages(keys, facts.page_size), heads=heads)
 
 
-def _prefill(facts: Facts) -> Config:
-    block_q = max(round_up(min(_ROWS // facts.group, facts.max_q_len), 8), 8)
-    return Config(block_q=block_q, block_pages=_pages(512, facts.page_size), heads=1, unroll_heads=False)
+def _prefill(facts: Facts, sizes: Sizes) -> Config:
+    block_q = max(round_up(min(sizes.rows // facts.group, facts.max_q_len), 8), 8)
+    return Config(block_q=block_q, block_pages=_pages(sizes.keys, facts.page_size), heads=1, unroll_heads=False)

@@ -84,7 +84,8 @@ def start_block(static: Static, refs: Refs, item: Item, j, slot, table) -> None:
 
 def starts_at_once(static: Static) -> bool:
     """Whether copies of a block start among the products of another (`start_pages`)."""
-    return static.config.unroll_heads and static.config.block_pages <= _AT_ONCE
+    # not with two blocks held, where none is on its way while this one is waited for
+    return static.config.unroll_heads and static.config.depth > 2 and static.config.block_pages <= _AT_ONCE
 
 
 def start_pages(static: Static, refs: Refs, j, slot, table) -> None:

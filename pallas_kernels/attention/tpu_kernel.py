@@ -1,4 +1,4 @@
-"""The body of the TPU attention: work items in turn, their pages copied two blocks ahead across items.
+"""The body of the TPU attention: work items in turn, their pages copied blocks ahead, across items.
 
 Source: arXiv:2205.14135, algorithm 1; arXiv:2309.06180 (paging).
 """
@@ -12,7 +12,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention import tpu_fresh, tpu_unpack
-from pallas_kernels.attention.tpu_config import DEPTH
 from pallas_kernels.attention.tpu_copies import (
     is_held,
     item_copies,
@@ -59,33 +58,36 @@ class _Ahead(NamedTuple):
     """What is known before a block is attended."""
 
     slot: Any  # where its pages arrive
-    side: Any  # where the page ids of the block after the next lie
-    k: Any  # and that block: its item, and
+    side: Any  # where the page ids of the block lie that is to be asked for, `depth` - 1 blocks on
+    k: Any  # that block: its item, and
     j: Any  # its number
 
 
 def _begin(static: Static, refs: Refs, item_of, mine) -> _Ahead:
-    # two blocks on their way, the page ids of the third too
+    # `depth` - 1 blocks on their way, the page ids of the next one too
     first = item_of(0)
     table_copy(static, refs, first.seq, first.begin, 0).start()
     item_copies(static, refs, refs.core, 0, "start")
     table_copy(static, refs, first.seq, first.begin, 0).wait()
     start_block(static, refs, first, first.begin, 0, 0)
-    k1, j1 = next_block(item_of, mine, 0, first.begin, first.end)
-    second = item_of(jnp.minimum(k1, mine - 1))
-    k2, j2 = next_block(item_of, mine, k1, j1, second.end)
+    k, j = next_block(item_of, mine, 0, first.begin, first.end)
+    side = static.config.depth - 1 & 1
+    if static.config.depth == 3:
+        second = item_of(jnp.minimum(k, mine - 1))
 
-    @pl.when(k1 < mine)
+        @pl.when(k < mine)
+        def _(j=j):
+            table_copy(static, refs, second.seq, j, 1).start()
+            table_copy(static, refs, second.seq, j, 1).wait()
+            start_block(static, refs, second, j, 1, 1)
+
+        k, j = next_block(item_of, mine, k, j, second.end)
+
+    @pl.when(k < mine)
     def _():
-        table_copy(static, refs, second.seq, j1, 1).start()
-        table_copy(static, refs, second.seq, j1, 1).wait()
-        start_block(static, refs, second, j1, 1, 1)
+        table_copy(static, refs, item_of(k).seq, j, side).start()
 
-    @pl.when(k2 < mine)
-    def _():
-        table_copy(static, refs, item_of(k2).seq, j2, 0).start()
-
-    return _Ahead(jnp.int32(0), jnp.int32(0), k2, j2)
+    return _Ahead(jnp.int32(0), jnp.int32(side), k, j)
 
 
 def next_block(item_of, mine, k, j, end):
@@ -122,9 +124,10 @@ def _attend_item(static: Static, refs: Refs, item_of, mine, k, ahead: _Ahead) ->
 
 
 def _attend(static: Static, refs: Refs, item_of, mine, item: Item, j, place, ahead: _Ahead) -> _Ahead:
-    # block j of an item, while the block after the next is asked for
+    # block j of an item, while another is asked for
     slot, side, k2, j2 = ahead
-    free = jnp.where(slot == 0, DEPTH - 1, slot - 1)  # where the block before this one was
+    last = static.config.depth - 1
+    free = jnp.where(slot == 0, last, slot - 1)  # where the block before this one was
     third, more = item_of(jnp.minimum(k2, mine - 1)), k2 < mine
     k3, j3 = next_block(item_of, mine, k2, j2, third.end)
     whole = is_whole(static, item, j)
@@ -171,4 +174,4 @@ def _attend(static: Static, refs: Refs, item_of, mine, item: Item, j, place, ahe
 
         pl.when(jnp.logical_not(at_once))(attend)
 
-    return _Ahead(jnp.where(slot == DEPTH - 1, 0, slot + 1), 1 - side, k3, j3)
+    return _Ahead(jnp.where(slot == last, 0, slot + 1), 1 - side, k3, j3)

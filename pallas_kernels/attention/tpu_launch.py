@@ -11,7 +11,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._common.tpu_rows import LANES, round_up
 from pallas_kernels.attention import tpu_ahead, tpu_fresh
-from pallas_kernels.attention.tpu_config import DEPTH
 from pallas_kernels.attention.tpu_kernel import program
 from pallas_kernels.attention.tpu_records import Refs, Static
 
@@ -30,7 +29,7 @@ def launch(static: Static, operands: dict, out_dtype, vmem: int, interpret) -> l
     pool = operands["pool"]
     if static.writes:
         results["written"] = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
-    carry, depth = (tiles, rows, LANES), DEPTH if config.parts > 1 else 2
+    carry, depth = (tiles, rows, LANES), 3 if config.parts > 1 else 2
     scratch = dict(
         table_smem=pltpu.SMEM((2 * static.table_chunk,), jnp.int32),
         kv=pltpu.VMEM(_kv_sizes(static, bool(interpret)), static.held),
@@ -42,9 +41,9 @@ def launch(static: Static, operands: dict, out_dtype, vmem: int, interpret) -> l
         lse_vmem=pltpu.VMEM((2, *carry), jnp.float32),
     )
     if static.words:
-        scratch["kv_words"] = pltpu.VMEM((DEPTH, static.block_kv, *pool.shape[2:]), jnp.int32)
+        scratch["kv_words"] = pltpu.VMEM((config.depth, static.block_kv, *pool.shape[2:]), jnp.int32)
     if static.latent:
-        sizes = (1 if static.words else DEPTH, static.block_kv, static.latent.lanes)
+        sizes = (1 if static.words else config.depth, static.block_kv, static.latent.lanes)
         scratch["kv_bytes"] = pltpu.VMEM(sizes, jnp.int8)
     if row.scales:
         scratch["token_scales"] = pltpu.VMEM((round_up(2 * row.kv_heads, 8), static.block_kv), jnp.float32)
@@ -63,14 +62,14 @@ def launch(static: Static, operands: dict, out_dtype, vmem: int, interpret) -> l
     if config.parts > 1:
         scratch["raw"] = pltpu.VMEM((rows, static.block_kv // config.parts), jnp.float32)
     semaphores = ("table", "kv", "q", "stage", "bits", "out")
-    scratch |= {f"{name}_sem": pltpu.SemaphoreType.DMA((DEPTH,)) for name in semaphores}
+    scratch |= {f"{name}_sem": pltpu.SemaphoreType.DMA((3,)) for name in semaphores}
     names = (*operands, *results, *scratch)
 
     def body(*refs):
         run = tpu_ahead.program if config.parts > 1 else program
         held: dict[str, Any] = dict.fromkeys(Refs._fields) | dict(zip(names, refs, strict=True))
         if len(held["kv"].shape) == 4:
-            held["kv"] = held["kv"].reshape(DEPTH, static.block_kv, row.lanes)
+            held["kv"] = held["kv"].reshape(config.depth, static.block_kv, row.lanes)
         if static.writes:
             held["pool"] = held["written"]  # the same memory
         run(static, Refs(**held))
@@ -97,10 +96,10 @@ def _kv_sizes(static: Static, interpreted: bool) -> tuple[int, ...]:
     if static.words or static.latent:
         return 1, static.block_kv, static.row.lanes
     if static.held.itemsize != 2 or static.row.lanes >= 1024 or interpreted:  # views of another shape don't interpret
-        return DEPTH, static.block_kv, static.row.lanes
+        return static.config.depth, static.block_kv, static.row.lanes
     # As 8 rows and lanes, tiled as XLA tiles a pool: with tiles of 16 rows, which a v7x prefers, the copy of a page has
     # strides, and starting it takes 17 bundles instead of 5. Wide rows would take more to load than is won.
-    return DEPTH, static.block_kv // 8, 8, static.row.lanes
+    return static.config.depth, static.block_kv // 8, 8, static.row.lanes
 
 
 def _cost(static: Static, operands: dict) -> pl.CostEstimate:

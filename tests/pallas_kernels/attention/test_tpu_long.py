@@ -16,6 +16,7 @@ CASES = dict(
     long=dict(lens=[1000, 517], q_lens=[1, 3], page=1, config=Config(block_q=8, block_pages=32, heads=2)),
     long_rows=dict(lens=[2100, 1], q_lens=[2, 1], page=8, config=Config(block_q=8, block_pages=4, heads=1)),
     halves=dict(lens=[1100, 517, 512], q_lens=[1] * 3, page=16, config=Config(block_pages=32, heads=2)),
+    two_held=dict(lens=[700, 517], q_lens=[1, 1], page=16, config=Config(block_pages=16, heads=2, depth=2)),
     many=dict(lens=[7 + 3 * i % 50 for i in range(48)], q_lens=[1] * 48, page=8, config=Config(block_pages=2, heads=2)),
 )
 
