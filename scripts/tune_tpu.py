@@ -6,8 +6,8 @@ Needs libtpu (extra `aot-tpu`), and no TPU:
 
 Decode: the smallest block whose steady-state bundles take at most `_SHARE` of the time of its copy on every work here,
 or the largest of those tried; a smaller one has less room past the end of a context, and its first copy is waited for
-less long. Prefill: the rows of a product and the keys of a block with the least bundles in all.
-`pallas_kernels/data/tpu-*.json` has what was chosen and what it was chosen from; the kernel's heuristic reads it.
+less long. Prefill: the rows of a product and the keys of a block with the least bundles in all. What was chosen, and
+from what, is in `pallas_kernels/attention/tuned/tpu-*.json`; the kernel's heuristic reads it.
 """
 
 import argparse

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pallas_kernels._common.tpu_rows import LANES, LatentRow, Row, round_up
 
-DATA = Path(__file__).resolve().parents[1] / "data"
+DATA = Path(__file__).resolve().parent / "tuned"
 _BLOCK_KEYS = 4096  # of a decode block at most: narrow rows would have blocks longer than their contexts
 
 
