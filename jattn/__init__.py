@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jattn.attend import apply_sinks, attend, merge_states, write_attend, write_kv
+from jattn.attend import apply_sinks, attend, merge_states, rotate_write, write_attend, write_kv
 from jattn.cache import MLACache, PagedKV, RaggedKV
 from jattn.features import Feature
 from jattn.modes import ForwardMode
@@ -31,6 +31,7 @@ __all__ = [
     "make_plan",
     "merge_states",
     "resolve",
+    "rotate_write",
     "write_attend",
     "write_kv",
 ]

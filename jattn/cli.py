@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jattn.backends import POLICIES
 from jattn.dispatch import cli as dispatch
@@ -98,6 +99,9 @@ def _add_option_fields(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=defaults[name], help=text + shown)
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT")
     parser.add_argument(
+        "--prefer", action="append", default=[], metavar="SET", help="a kernel set to try first, as xla or gpu"
+    )
+    parser.add_argument(
         "--logit-bias", action="append", default=[], metavar="ID=VALUE", help="add VALUE to the logit of token ID"
     )
     parser.add_argument(
@@ -116,7 +120,10 @@ def _generate(args: argparse.Namespace) -> int:
 
     prompts = _prompts(args)
     chosen = {field.name: getattr(args, field.name) for field in dataclasses.fields(Options)}
-    options = Options(**{**chosen, "stop": tuple(args.stop), "logit_bias": dict(map(_bias, args.logit_bias))})
+    lists: dict[str, Any] = dict(
+        stop=tuple(args.stop), prefer=tuple(args.prefer), logit_bias=dict(map(_bias, args.logit_bias))
+    )
+    options = Options(**(chosen | lists))
     with Console(quiet=args.json) as console:
         loaded = load(options, console.progress)
         session = Session(loaded, prompts, options, console.progress)

@@ -70,8 +70,8 @@ KERNELS: tuple[KernelRow, ...] = (
         op="attend",
         provides=_BASE | _MODEL | {Feature.FULL, Feature.TREE, Feature.FP8_KV},
         function=attention_sm90.paged_attention,
-        # Packed keys that start at any row have a kernel (mosaic_gpu_sm90_prefill), compiled but not yet run on a GPU.
-        ragged=attention_xla.ragged_attention,
+        ragged=attention_sm90.ragged_attention,
+        ragged_interpreted=attention_xla.ragged_attention,
         interpreted=attention_xla.paged_attention,  # the interpreter takes seconds a block
     ),
     KernelRow(

@@ -35,6 +35,7 @@ import bench_attention_prefill as prefill
 import jax
 from bench_attention_mla import Latent
 from bench_attention_peers import PEERS, ours
+from bench_attention_portable import portable
 from bench_attention_prefill import Prefill
 from bench_attention_report import plot, table
 from bench_attention_shapes import FAMILIES, Shape, data, default_config, max_rel_err
@@ -116,6 +117,7 @@ def main() -> None:
     parser.add_argument("--families", default=",".join(_EVERY))
     parser.add_argument("--only", default="", help="shapes whose label contains this")
     parser.add_argument("--peers", action="store_true", help="JAX's own alternatives too")
+    parser.add_argument("--portable", action="store_true", help="the portable GPU set, too")
     parser.add_argument(
         "--torch", action="store_true", help="cuDNN through torch's SDPA too; give JAX no memory up front"
     )
@@ -149,6 +151,8 @@ def main() -> None:
         calls = _ours(shape, args.variant)
         if args.peers:
             calls |= _peers(shape)
+        if args.portable:
+            calls["jattn_gpu"] = (portable(shape), None, "the portable set")
         for row in bench(shape, calls, timer, roof, others):
             rows.append(row)
             print(json.dumps(row), flush=True)

@@ -24,6 +24,7 @@ _PORTABLE = ("gpu/attend", "gpu/merge_states", "gpu/attend_latent")
 _ROCM = _evidence(xla=_LOWERED) | dict.fromkeys((*_PORTABLE, "gpu/write_kv"), _LOWERED)
 _GPU = _ROCM | dict.fromkeys(_PORTABLE, Evidence.COMPILED)
 _HOPPER = _GPU | {
+    "gpu/attend": Evidence.MEASURED,
     "hopper/attend": Evidence.MEASURED,
     "hopper/write_kv": Evidence.MEASURED,
     "hopper/merge_states": Evidence.MEASURED,

@@ -42,20 +42,23 @@ def build_model(
     dtype: str | None = None,
     kv_dtype: str | None = None,
     as_mla: bool = False,
+    prefer: tuple[str, ...] = (),
     seed: int = 0,
     on_tensor: OnTensor | None = None,
 ) -> Decoder:
     """The model, on the device, each layer with the kernels that `rules` choose for it.
 
     Args: dtype: of the weights; None is float32 on a CPU and bfloat16 elsewhere. as_mla: a GQA model becomes its equal
-      MLA model. seed: of random weights, where `source` is a shape.
+      MLA model. prefer: kernel sets to try first. seed: of random weights, where `source` is a shape.
     Raises: ValueError, one sentence, for tensors, options or sizes that do not fit.
     """
     held = config_of(source.hparams)
     config = as_mla_config(held) if as_mla else held
     specs = config.attn_specs(kv_dtype)
     choices = {
-        spec: resolve(spec, rules.name, platform, page_size=page_size, topk=topk, interpret=detect().is_cpu)
+        spec: resolve(
+            spec, rules.name, platform, page_size=page_size, topk=topk, prefer=prefer, interpret=detect().is_cpu
+        )
         for spec in dict.fromkeys(specs)
     }
     layers = (config, specs, tuple(choices[spec] for spec in specs))
@@ -75,6 +78,7 @@ def build_head(
     rules: BackendPolicy,
     page_size: int,
     topk: int | None = None,
+    prefer: tuple[str, ...] = (),
 ) -> DraftHead:
     """A draft head of `target`, in its dtype, each layer with the kernels that `rules` choose.
 
@@ -97,7 +101,7 @@ def build_head(
     config = config_of(hparams)
     spec = config.attn_spec()
     assert isinstance(spec, AttnSpec)
-    choice = resolve(spec, rules.name, platform, page_size=page_size, topk=topk)
+    choice = resolve(spec, rules.name, platform, page_size=page_size, topk=topk, prefer=prefer)
     dtype = target.embed.dtype
     body = build_body(
         head.kind,

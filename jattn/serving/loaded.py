@@ -65,6 +65,7 @@ class Options:
       which takes more of them at a high temperature and keeps the distribution, but not the text of a seed.
       temperature ... seed: as in `Request`; request i uses seed + i. stop: texts that end the answer, cut from it.
       logprobs: None for none, n for each token's log-probability and those of the n likeliest, at most 20.
+      prefer: kernel sets to try before those of the platform's order, as ("xla",).
       chat: wrap each prompt in the model's chat template. max_context: tokens a request, prompt included.
       num_pages: pages a layer. max_batch: requests that run together.
       random_weights: a config.json, or a folder with one: a model of that shape with random weights takes the place of
@@ -99,6 +100,7 @@ class Options:
     chat: bool = False
     policy: str | None = None
     platform: str | None = None
+    prefer: tuple[str, ...] = ()
     page_size: int | None = None
     max_context: int | None = None
     num_pages: int | None = None
@@ -289,6 +291,7 @@ def load(options: Options, progress: Progress = lambda what, done, total: None) 
             drafter = build_next_head(source, model)
         else:
             place: dict[str, Any] = dict(platform=platform, rules=rules, page_size=page_size, topk=options.topk)
+            place["prefer"] = options.prefer
             drafter = build_head(head, model, **place)
     elif options.draft == "standalone" and options.draft_model not in (None, options.model):
         assert options.draft_model is not None
@@ -354,6 +357,7 @@ def _build(
         dtype=options.dtype,
         kv_dtype=options.kv_dtype,
         as_mla=options.as_mla if as_mla is None else as_mla,
+        prefer=options.prefer,
         seed=options.seed,
         on_tensor=lambda name, done, total: progress("tensors", done, total),
     )

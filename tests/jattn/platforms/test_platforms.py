@@ -76,7 +76,7 @@ def test_every_kernel_of_a_row_has_evidence_and_nothing_else_does():
     assert set(PLATFORMS["cpu-amx"].evidence.values()) == {Evidence.LOWERED}
     assert PLATFORMS["cuda-sm90"].evidence["hopper/merge_states"] is Evidence.MEASURED
     assert PLATFORMS["cuda-sm90"].evidence["hopper/attend"] is Evidence.MEASURED
-    assert PLATFORMS["cuda-sm90"].evidence["gpu/attend"] is Evidence.COMPILED
+    assert PLATFORMS["cuda-sm100"].evidence["gpu/attend"] is Evidence.COMPILED
     assert PLATFORMS["rocm-gfx942"].evidence["gpu/attend"] is Evidence.LOWERED
     assert PLATFORMS["tpu-v6e"].evidence["xla/attend"] is Evidence.LOWERED
     assert PLATFORMS["npu"].evidence["xla/attend"] is Evidence.DECLARED

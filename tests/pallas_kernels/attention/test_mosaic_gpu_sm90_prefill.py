@@ -374,27 +374,30 @@ def test_a_call_lowers_without_the_device(page):
 
 
 @pytest.mark.parametrize(
-    ("rows", "mask", "narrow", "want"),
+    ("rows", "mask", "narrow", "dtype", "want"),
     [
-        (65, "causal", False, True),
-        (65, "full", False, True),
-        (64, "causal", False, False),
-        (500, "tree", False, False),
-        (500, "causal", True, False),
+        (65, "causal", False, "bfloat16", True),
+        (65, "full", False, "float16", True),
+        (64, "causal", False, "bfloat16", False),
+        (500, "tree", False, "bfloat16", False),
+        (500, "causal", True, "bfloat16", False),
+        (500, "causal", True, "float16", True),
     ],
 )
-def test_calls_of_many_rows_without_a_tree_over_wide_pages_are_the_prefill_kernels(rows, mask, narrow, want):
-    assert forms.is_prefill(max_q_len=rows, mask=mask, narrow_kv=narrow) == want
+def test_calls_of_many_rows_without_a_tree_over_wide_pages_are_the_prefill_kernels(rows, mask, narrow, dtype, want):
+    assert forms.is_prefill(max_q_len=rows, mask=mask, narrow_kv=narrow, dtype=dtype, k_dim=128, v_dim=128) == want
 
 
 def test_the_door_on_hopper_prefills_with_this_kernel(monkeypatch):
     taken = []
     monkeypatch.setattr(forms.prefill, "paged_attention", lambda *args, **given: taken.append(("prefill", given)))
     monkeypatch.setattr(forms.decode, "paged_attention", lambda *args, **given: taken.append(("decode", given)))
-    pages = jnp.zeros((1, 16, 1, 64), jnp.bfloat16)
+    pages, q = jnp.zeros((1, 16, 1, 64), jnp.bfloat16), jnp.zeros((65, 2, 64), jnp.bfloat16)
     for rows in (64, 65):
-        forms.paged_attention(None, pages, pages, max_q_len=rows, tree_bits=None, tree_starts=None)
+        forms.paged_attention(q, pages, pages, max_q_len=rows, tree_bits=None, tree_starts=None)
     assert [name for name, _ in taken] == ["decode", "prefill"]
     assert "tree_starts" not in taken[1][1]
     with pytest.raises(ValueError, match="tree_bits given with mask='causal'"):
-        forms.paged_attention(None, pages, pages, max_q_len=65, tree_bits=1)
+        forms.paged_attention(q, pages, pages, max_q_len=65, tree_bits=1)
+    monkeypatch.setattr(forms.prefill, "ragged_attention", lambda *args, **given: given)
+    assert forms.ragged_attention(q, q, q, cu_kv_lens=None, tree_bits=None) == dict(mask="causal", cu_kv_lens=None)
