@@ -2,16 +2,16 @@
 # Settings are passed on as mappings, which the checker cannot follow.
 # pyright: reportArgumentType=false
 
+import contextlib
 import dataclasses
 import functools
 import os
 import re
+import sys
 import tempfile
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
-os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-os.environ["MOSAIC_GPU_DUMP_TO"] = tempfile.mkdtemp(prefix="aot")
+os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # to standard output; a folder for it would have all other dumps, too: slow
 
 import aot_nvidia
 import aot_shapes
@@ -300,21 +300,33 @@ def targets() -> list[Target]:
 
 def _compile(case, mesh) -> list[tuple[str, str, bool]]:
     # kernel, registers and spills for each kernel of a call
-    dump = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
-    for old in dump.iterdir():
-        old.unlink()
-    aot_nvidia.compile_for(mesh, case)
+    with tempfile.TemporaryFile() as file, _standard_output_in(file):
+        aot_nvidia.compile_for(mesh, case)
+        file.seek(0)
+        said = file.read().decode()
     found = []
-    for path in sorted(dump.glob("*.ptxas")):
-        text = path.read_text()
-        kernel = re.search(r"entry function '(\w+)'", text)
+    for text in said.split("Compiling entry function")[1:]:
+        kernel = re.search(r"'(\w+)'", text)
         spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
         registers = re.search(r"Used (\d+) registers", text)
         if not (kernel and spills and registers):
-            raise ValueError(f"{path.name} does not read like ptxas's report")
+            raise ValueError(f"this does not read like ptxas's report: {text[:200]}")
         spilled = any(int(x) for x in spills.groups())
         shown = f"{kernel[1].removesuffix('_mosaic_gpu_kernel')} {registers[1]} registers"
         found.append((kernel[1], shown + (f", spills {spills[1]}/{spills[2]} bytes" if spilled else ""), spilled))
     if not found:
         raise ValueError("no Mosaic GPU kernel was compiled")
     return found
+
+
+@contextlib.contextmanager
+def _standard_output_in(file) -> Iterator[None]:
+    # of the compiler too, which does not know Python's
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(file.fileno(), 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

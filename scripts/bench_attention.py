@@ -12,18 +12,21 @@ Rows are JSON lines {family, peer, shape, dtype, ms, tflops, gbps, pct_of_roof, 
   max_rel_err  worst |out - ref| / |ref| over checked rows, ref in float64 from the same inputs
 
 Inputs are random normals. Calls rotate over enough input sets to leave the L2; a figure is the median of --runs, which
-take turns with those of the peers. With torch's peers (`--torch`, `--fa3 PATH`), run with
-XLA_PYTHON_CLIENT_PREALLOCATE=false; all are read by the same timer.
+take turns with those of the peers. With `--jobs N`, N processes compile side by side and take turns on the card: set
+XLA_PYTHON_CLIENT_PREALLOCATE=false. With torch's peers (`--torch`, `--fa3 PATH`), run with
+the same; all are read by the same timer.
 """
 
 import argparse
 import dataclasses
 import json
 import math
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,7 +42,7 @@ from bench_attention_portable import portable
 from bench_attention_prefill import Prefill
 from bench_attention_report import plot, table
 from bench_attention_shapes import FAMILIES, Shape, data, default_config, max_rel_err
-from bench_attention_timer import Timer, roofs
+from bench_attention_timer import TURNS, Timer, roofs
 
 from pallas_kernels.attention.mosaic_gpu_sm90_config import Config
 
@@ -57,25 +60,33 @@ def bench(
     def build(item):
         attend, schedule, _ = item[1]
         try:
-            made = None if schedule is None else jax.eval_shape(schedule, structs[1])
-            return jax.jit(attend).lower(*structs[0], structs[1], made).compile()
+            planned = made = None
+            if schedule is not None:
+                planned = jax.jit(schedule).lower(structs[1]).compile()
+                made = jax.eval_shape(schedule, structs[1])
+            return jax.jit(attend).lower(*structs[0], structs[1], made).compile(), planned
         except Exception as error:  # a peer that cannot run a shape costs its row, not the run
             return error
 
     with ThreadPoolExecutor(8) as pool:
         compiled = dict(zip(calls, pool.map(build, calls.items()), strict=True))
+    with TURNS.taken():
+        return _timed(shape, calls, compiled, (sets, plan, seen), timer, roof, others)
+
+
+def _timed(shape, calls: dict, compiled: dict, inputs: tuple, timer: Timer, roof: dict, others) -> list[dict]:
+    sets, plan, seen = inputs
     rows, timed = {}, {}
-    for name, (_, schedule, text) in calls.items():
+    for name, (*_, text) in calls.items():
         rows[name] = dict(family=shape.family, peer=name, shape=shape.label, dtype=shape.kv, config=text)
-        call = compiled[name]
         try:
-            if isinstance(call, Exception):
-                raise call
+            if isinstance(compiled[name], Exception):
+                raise compiled[name]
+            call, schedule = compiled[name]
             made = None
             if schedule is not None:
-                jitted = jax.jit(schedule)
-                made = jitted(plan)
-                rows[name]["ms_schedule"] = timer(jitted, [(plan,)])["ms_cupti"]
+                made = schedule(plan)
+                rows[name]["ms_schedule"] = timer(schedule, [(plan,)])["ms_cupti"]
             every = [(*one, plan, made) for one in sets]
             rows[name]["max_rel_err"] = _error(shape, call(*every[0])[0], sets[0], plan, seen)
             timed[name] = (call, every, jax.block_until_ready)
@@ -131,37 +142,78 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=1e9)
     parser.add_argument("--out", help="JSON lines")
     parser.add_argument("--plot", help="PNG")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--job", help=argparse.SUPPRESS)  # I/N:FILE of turns, of one of several processes
+    parser.add_argument("--roof", help=argparse.SUPPRESS)  # JSON
     args = parser.parse_args()
     warnings.simplefilter("ignore", DeprecationWarning)
-    others = _others(args)
+    job, jobs = 0, 1
+    if args.job:
+        numbers, TURNS.path = args.job.split(":", 1)
+        job, jobs = map(int, numbers.split("/"))
     start, timer = time.time(), Timer(args.runs)
-    roof = roofs(timer)
-    device = jax.devices()[0]
-    versions = dict(jax=jax.__version__, device=device.device_kind, date=time.strftime("%Y-%m-%d"))
-    rows: list[dict] = [dict(family="roof", **roof, **versions)]
-    print(json.dumps(rows[0]), flush=True)
-    sink = open(args.out, "w") if args.out else None
-    if sink:
-        sink.write(json.dumps(rows[0]) + "\n")
-    for shape in (shape for family in args.families.split(",") for shape in _EVERY[family]()):
-        if args.only not in shape.label or time.time() - start > args.budget_s:
-            continue
-        if args.in_order and isinstance(shape, Shape):
-            shape = dataclasses.replace(shape, ordered=True)
-        calls = _ours(shape, args.variant)
-        if args.peers:
-            calls |= _peers(shape)
-        if args.portable:
-            calls["jattn_gpu"] = (portable(shape), None, "the portable set")
-        for row in bench(shape, calls, timer, roof, others):
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-            if sink:
-                sink.write(json.dumps(row) + "\n")
-                sink.flush()
-    print(table(rows[1:]))
-    if args.plot:
-        plot(rows[1:], args.plot)
+    roof = json.loads(args.roof) if args.roof else roofs(timer)
+    rows: list[dict] = []
+    sink = open(args.out, "a" if args.job else "w") if args.out else None
+
+    def say(row: dict) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        if sink and (args.jobs == 1 or row["family"] == "roof"):  # else the process that made it has written it
+            sink.write(json.dumps(row) + "\n")
+            sink.flush()
+
+    if not args.job:
+        device, date = jax.devices()[0].device_kind, time.strftime("%Y-%m-%d")
+        say(dict(family="roof", **roof, jax=jax.__version__, device=device, date=date))
+    if args.jobs > 1:
+        for row in _in_processes(args.jobs, roof):
+            say(row)
+    else:
+        others, every = _others(args), _shapes(args)
+        for shape in every[job::jobs]:
+            if time.time() - start > args.budget_s:
+                continue
+            calls = _ours(shape, args.variant)
+            if args.peers:
+                calls |= _peers(shape)
+            if args.portable:
+                calls["jattn_gpu"] = (portable(shape), None, "the portable set")
+            for row in bench(shape, calls, timer, roof, others):
+                say(row)
+    if not args.job:
+        print(table(rows[1:]))
+        if args.plot:
+            plot(rows[1:], args.plot)
+
+
+def _shapes(args) -> list:
+    every = [shape for family in args.families.split(",") for shape in _EVERY[family]() if args.only in shape.label]
+    if args.in_order:
+        every = [dataclasses.replace(shape, ordered=True) if isinstance(shape, Shape) else shape for shape in every]
+    return every
+
+
+def _in_processes(jobs: int, roof: dict) -> Iterator[dict]:
+    # rows of processes with this one's arguments and a part of the shapes each
+    given = [x for x in sys.argv[1:] if not x.startswith("--jobs=")]
+    if "--jobs" in given:
+        del given[(at := given.index("--jobs")) : at + 2]
+    with tempfile.NamedTemporaryFile() as turns:
+        started = [
+            subprocess.Popen(
+                [sys.executable, sys.argv[0], *given, "--job", f"{i}/{jobs}:{turns.name}", "--roof", json.dumps(roof)],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for i in range(jobs)
+        ]
+        for process in started:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("{"):
+                    yield json.loads(line)
+            process.wait()
 
 
 _EVERY: dict[str, Callable[[], list]] = FAMILIES | prefill.FAMILIES | mla.FAMILIES

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_attention_timer import input_sets
 
 from pallas_kernels._common import masks
 from pallas_kernels._common.masks import Rules
@@ -97,7 +98,6 @@ class Latent:
             cu_q_lens=jnp.asarray(cu),
         )
 
-        @jax.jit
         def one(key):
             kq, kp = jax.random.split(key)
             width = _LATENT + _ROPE
@@ -105,7 +105,7 @@ class Latent:
             return q, jax.random.normal(kp, (total, self.page, width), jnp.bfloat16)
 
         count = int(min(_MAX_SETS, max(1, math.ceil(_ROTATION_BYTES / self.nbytes))))
-        sets = [one(jax.random.fold_in(jax.random.key(1), i)) for i in range(count)]
+        sets = input_sets(one, count)
         if not self.tree:
             return sets, plan, None
         seen = np.zeros((self.batch, self.tokens, self.tokens), bool)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_attention_timer import input_sets
 
 from pallas_kernels._common.masks import Rules
 from pallas_kernels.attention import mosaic_gpu_sm90_prefill as prefill
@@ -97,7 +98,6 @@ class Prefill:
             plan |= dict(page_table=jnp.asarray(table), seq_lens=jnp.asarray(self.kv_lens, jnp.int32))
             lead = (sum(need), self.page)
 
-        @jax.jit
         def one(key):
             kq, kk, kv = jax.random.split(key, 3)
             q = jax.random.normal(kq, (sum(self.q_lens), self.q_heads, self.dim), jnp.bfloat16)
@@ -108,7 +108,7 @@ class Prefill:
             return q, *pools
 
         count = max(1, math.ceil(_ROTATION_BYTES / self.nbytes))
-        return [one(jax.random.fold_in(jax.random.key(1), i)) for i in range(count)], plan, None
+        return input_sets(one, count), plan, None
 
     def max_rel_err(self, out, one, plan, seen=None) -> float:
         """Worst relative error of some rows."""

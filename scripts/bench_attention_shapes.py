@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_attention_timer import input_sets
 
 from pallas_kernels.attention.mosaic_gpu_sm90_config import Config, heuristic
 from pallas_kernels.attention.mosaic_gpu_sm90_tuned import tuned
@@ -93,11 +94,9 @@ def data(shape: Shape) -> tuple[list, dict, Any]:
     pages = -(-shape.keys // shape.page)
     every = np.arange(shape.batch * pages, dtype=np.int32)
     table = (every if shape.ordered else rng.permutation(every)).reshape(shape.batch, pages)
-    key = jax.random.key(1)
     kind = jnp.bfloat16 if shape.kv == "bf16" else jnp.float8_e4m3fn
     count = int(min(_MAX_SETS, max(1, math.ceil(_ROTATION_BYTES / shape.nbytes))))
 
-    @jax.jit
     def one(key):
         kq, kk, kv = jax.random.split(key, 3)
         pool = (shape.batch * pages, shape.page, shape.kv_heads, shape.dim)
@@ -105,7 +104,7 @@ def data(shape: Shape) -> tuple[list, dict, Any]:
         keys, values = (jax.random.normal(key, pool, jnp.bfloat16).astype(kind) for key in (kk, kv))
         return q, *(x if shape.kv == "bf16" else jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (keys, values))
 
-    sets = [one(jax.random.fold_in(key, i)) for i in range(count)]
+    sets = input_sets(one, count)
     cu = np.arange(shape.batch + 1, dtype=np.int32) * shape.q_len
     plan: dict[str, Any] = dict(
         page_table=jnp.asarray(table),

@@ -1,8 +1,10 @@
 """Times of calls on this GPU, and the card's two roofs; `bench_attention.py` says what is measured."""
 
+import contextlib
+import fcntl
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -10,6 +12,40 @@ import jax.numpy as jnp
 
 _WALL_FROM_MS = 0.3
 _WARM_MS = 20.0  # an idle card needs some milliseconds to raise its clocks
+_KEY = 1
+
+
+class Turns:
+    """Whose turn on the card it is, of several processes that compile side by side and must not disturb a timing."""
+
+    def __init__(self):
+        self.path: str | None = None  # of the file that is locked; None: this process is alone
+        self._depth = 0
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Wait for the card, and keep it until the end of the block; may be nested."""
+        if self.path is None or self._depth:
+            yield
+            return
+        with open(self.path, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+
+
+TURNS = Turns()
+
+
+def input_sets(one: Callable, count: int) -> list:
+    """`count` sets of inputs, `one` by key; compiled before the card is asked for."""
+    keys = [jax.random.fold_in(jax.random.key(_KEY), i) for i in range(count)]
+    compiled = jax.jit(one).lower(keys[0]).compile()
+    with TURNS.taken():
+        return jax.block_until_ready([compiled(key) for key in keys])
 
 
 class Timer:
