@@ -54,7 +54,7 @@ _FIELDS: dict[str, tuple[type, str]] = {
         str,
         "none, ngram (the text so far), standalone (a draft model), eagle (a draft head) or nextn (the model's MTP)",
     ),
-    "num_steps": (int, "drafts a round, at most; the depth of a tree (default: ngram 15, eagle 5, else 3)"),
+    "num_steps": (int, "drafts a round, at most; the depth of a tree (default: ngram 15, a tree with eagle 5, else 3)"),
     "topk": (int, "continuations of a draft tree, 1 to 8; 1 drafts a chain"),
     "num_draft_tokens": (int, "nodes of a draft tree, the newest token included"),
     "draft_model": (

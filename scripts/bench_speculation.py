@@ -10,8 +10,9 @@ only those rows of a tree matter that are on the known text. Every node is verif
 --engine N the first N prompts of each file, in a drawn order, are served for real, without and with drafts: the ids are
 compared, and where they differ the gap between the model's two best logits is printed.
 
-`speed`: tokens a second at each batch of --batch, without drafts, with n-grams and with the head as `generate` runs it,
-in turns, and the parts of a round: catching up on the newest tokens (extend), drafting, verifying, accepting, the host.
+`speed`: tokens a second at each batch of --batch (prefill included), without drafts, with n-grams and with the head as
+`generate` runs it, each group of prompts by all in turn; and the parts of a round: catching up on the newest tokens
+(extend), drafting, verifying, accepting, the host.
 
 Writes scripts/results/speculation_cpu.json (another name with --to) and a plot beside it; an arm that is there is kept.
 """
@@ -28,7 +29,7 @@ import matplotlib
 import numpy as np
 from bench_speculation_accepted import accepted
 from bench_speculation_arms import ARMS
-from bench_speculation_speed import speed
+from bench_speculation_speed import WAYS, speed
 from eval_prompts import read_eval
 
 from jattn.loaders.chat import render_chat
@@ -55,7 +56,9 @@ def main() -> None:
     )
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8], help="speed: requests that run together")
     parser.add_argument("--prompts", type=int, default=8, help="speed: prompts, half of each file, drawn")
-    parser.add_argument("--repeats", type=int, default=3, help="speed: runs of each arm")
+    parser.add_argument("--repeats", type=int, default=3, help="speed: runs over all prompts")
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), help="speed: what is compared")
+    parser.add_argument("--parts", type=int, default=2, help="speed: how many of the two arms' rounds are taken apart")
     parser.add_argument("--to", type=Path, default=RESULTS / "speculation_cpu.json")
     args = parser.parse_args()
     loaded = load(Options(dtype="float32", draft="eagle"))
@@ -110,7 +113,7 @@ def _plot_speeds(ax, speeds) -> None:
     for at, (name, ways) in enumerate(speeds.items()):
         places = np.arange(len(ways)) + at * 0.8 / len(speeds)
         bars = ax.bar(places, [way["tokens a second"] for way in ways.values()], 0.8 / len(speeds), label=name)
-        ax.bar_label(bars, [f"{way['over none']:.2f}x" for way in ways.values()], fontsize=8)
+        ax.bar_label(bars, [f"{way.get('over none', 1.0):.2f}x" for way in ways.values()], fontsize=8)
         ax.set_xticks(np.arange(len(ways)) + 0.2, list(ways), fontsize=8)
     ax.set(ylabel="tokens a second", title="end to end")
     ax.legend(fontsize=8)

@@ -9,8 +9,9 @@ import numpy as np
 from jattn.combinators.costs import Variant
 from jattn.combinators.state import DraftState
 
-# A draft is tried while its chance to be reached and right is at least this; 2 tries none.
-_THRESHOLDS = (2.0, 0.8, 0.65, 0.5, 0.35, 0.25, 0.15, 0.08)
+# A draft is tried while its chance to be reached and right is at least this; 2 tries none, the last all that there are:
+# where the shape has a row for each, they cost nothing.
+_THRESHOLDS = (2.0, 0.8, 0.65, 0.5, 0.35, 0.25, 0.15, 0.08, 1e-6)
 # Belief before any evidence, by match length, worth _PRIOR_WEIGHT tries. One matching token says little.
 _PRIOR = (0.0, 0.25, 0.5, 0.7, 0.85)
 _PRIOR_WEIGHT = 2.0

@@ -49,11 +49,14 @@ class Variant:
     cost: float
 
 
-def variants(*, num_seqs: int, num_steps: int, kind: str) -> tuple[Variant, ...]:
+def variants(*, num_seqs: int, num_steps: int, kind: str, standalone: bool = False) -> tuple[Variant, ...]:
     """Shapes worth compiling, smallest first: plain decode, verification of all drafts, and a quarter of either.
 
     Each shape costs seconds and some 200 MB while XLA:CPU compiles it, so there are three at most. Where a branch makes
     the host wait (`branches_wait`), a shape must save a fifth of the next larger one's cost.
+
+    Args: standalone: drafts come from a draft model. What they cost is paid when verification begins, and most of them
+      are right: one shape, which verifies them all.
 
     >>> [(v.rows, v.max_q_len) for v in variants(num_seqs=1, num_steps=15, kind="cpu")]
     [(1, 1), (4, 16), (16, 16)]
@@ -61,8 +64,12 @@ def variants(*, num_seqs: int, num_steps: int, kind: str) -> tuple[Variant, ...]
     [(2, 1), (8, 1)]
     >>> [(v.rows, v.max_q_len) for v in variants(num_seqs=8, num_steps=7, kind="cuda")]
     [(64, 8)]
+    >>> [(v.rows, v.max_q_len) for v in variants(num_seqs=8, num_steps=3, kind="cpu", standalone=True)]
+    [(32, 4)]
     """
-    if num_steps == 0:
+    if standalone:
+        shapes = [(num_seqs * (num_steps + 1), num_steps + 1)]
+    elif num_steps == 0:
         shapes = [(num_seqs // 4, 1), (num_seqs, 1)]
     else:
         most = num_seqs * (num_steps + 1)

@@ -34,9 +34,10 @@ _OF_MODELS = ("standalone", "eagle", "nextn")
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_TOPK = 8
 _NUM_NODES = 16  # of a tree by default: on two CPU cores a step of 16 rows costs twice that of one
+_NUM_NODES_EAGLE = 8  # the same, with a draft head: most of what 16 give, at half the rows
 _NUM_STEPS = {
     "standalone": 3,
-    "eagle": 5,
+    "eagle": 3,
     "nextn": 3,
 }  # by default; a step of a draft model costs, one of an n-gram does not
 _BELONGS = {
@@ -56,7 +57,7 @@ class Options:
       model: a GGUF file, a Hugging Face folder, or a name of the model table.
       draft: "none", "ngram" (from the request's own text), "standalone" (from a draft model), "eagle" (from a draft
       head on the model's hidden states), or "nextn" (from the model's own layer for it). num_steps: drafts a round, or
-      the depth of a tree: 15, with a draft model or "nextn" 3, with "eagle" 5.
+      the depth of a tree: 15, with a draft model, "nextn" or "eagle" 3, of a tree with "eagle" 5.
       topk: continuations of a draft tree; 1 drafts a chain. num_draft_tokens: its nodes, the newest token included.
       draft_model: as `model`, with the same vocabulary; None is the model itself. With "eagle" the folder of an EAGLE
       or EAGLE-3 head; None is the one that comes with the package for the model. draft_layers: the draft model's first
@@ -118,7 +119,8 @@ class Options:
         if self.draft not in DRAFTS:
             raise ValueError(f"draft {self.draft!r} is unknown: want one of {', '.join(DRAFTS)}")
         if self.num_steps is None:
-            object.__setattr__(self, "num_steps", _NUM_STEPS.get(self.draft, 15))
+            steps = 5 if self.draft == "eagle" and self.topk > 1 else _NUM_STEPS.get(self.draft, 15)
+            object.__setattr__(self, "num_steps", steps)
         if not 1 <= self.drafts <= 63:
             raise ValueError(
                 f"num_steps={self.num_steps}: want 1 to 63 drafts a round; --draft none turns drafting off"
@@ -161,7 +163,7 @@ class Options:
         if self.topk == 1:
             return self.num_draft_tokens
         most = 1 + (num_candidates(self.topk, self.drafts) if self.draft in _OF_MODELS else self.topk * self.drafts)
-        return self.num_draft_tokens or min(_NUM_NODES, most)
+        return self.num_draft_tokens or min(_NUM_NODES_EAGLE if self.draft == "eagle" else _NUM_NODES, most)
 
     def form_options(self) -> FormOptions:
         """How the prefill of an MLA model is computed."""

@@ -84,7 +84,7 @@ class ProgramConfig:
     @property
     def shapes(self) -> tuple[Variant, ...]:
         """Target-step shapes inside the round."""
-        return variants(num_seqs=self.num_seqs, num_steps=self.width - 1, kind=self.kind)
+        return variants(num_seqs=self.num_seqs, num_steps=self.width - 1, kind=self.kind, standalone=self.standalone)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,8 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
         return extend(model, state, q_lens, drafter=drafter[0] if drafter else None, **kwargs)
 
     common: dict[str, Any] = dict(num_steps=config.num_steps, shapes=config.shapes, sampler=config.sampler)
-    common |= dict(may_skip=not branches_wait(config.kind))
+    # a draft model's round has one shape: without a branch there is nothing to wait for, and no cache to be copied
+    common |= dict(may_skip=not (config.standalone or branches_wait(config.kind)))
     if config.standalone:
         step = functools.partial(
             model_round, topk=config.topk, num_nodes=config.width, lineage=config.lineage, **common

@@ -149,3 +149,10 @@ def test_a_request_that_starts_to_repeat_is_tried_again():
     for _ in range(6):
         state = note(state, lens(4), lens(7), lens(7))
     assert accept_chance(state, lens(4))[0] > 0.6
+
+
+def test_where_the_only_shape_has_a_row_for_each_draft_all_are_tried():
+    (shape,) = variants(num_seqs=3, num_steps=3, kind="cpu", standalone=True)
+    choose = functools.partial(budget.choose, num_steps=3, shapes=(shape,))
+    take, index = choose(jnp.array([0.99, 0.5, 0.02]), lens(3, 2, 3), jnp.ones(3, bool))
+    assert take.tolist() == [3, 2, 3] and int(index) == 0

@@ -50,3 +50,10 @@ def test_shapes_hold_every_batch_and_grow_in_cost(num_seqs, num_steps, kind):
 def test_without_drafts_only_plain_shapes_are_compiled():
     assert [(v.rows, v.max_q_len) for v in variants(num_seqs=8, num_steps=0, kind="cpu")] == [(2, 1), (8, 1)]
     assert [(v.rows, v.max_q_len) for v in variants(num_seqs=1, num_steps=0, kind="cpu")] == [(1, 1)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_seqs", "num_steps"), [size for size in SIZES if size[1]])
+def test_drafts_of_a_model_have_one_shape_with_a_row_for_each(num_seqs, num_steps, kind):
+    (shape,) = variants(num_seqs=num_seqs, num_steps=num_steps, kind=kind, standalone=True)
+    assert (shape.rows, shape.max_q_len) == (num_seqs * (num_steps + 1), num_steps + 1)
