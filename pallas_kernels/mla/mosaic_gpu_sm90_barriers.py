@@ -67,7 +67,7 @@ def _arrive_at_all(barrier: Barrier, place, sharers: int) -> None:
         for rank in range(sharers):
             copies.asm(
                 "{ .reg .pred p; .reg .b32 there; setp.ne.b32 p, $0, 0; mapa.shared::cluster.u32 there, $1, $2; "
-                "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }",
+                "@p mbarrier.arrive.shared::cluster.b64 _, [there]; }",
                 arith.extui(ir.IntegerType.get_signless(32), one),
                 here,
                 rows_io.constant(rank),

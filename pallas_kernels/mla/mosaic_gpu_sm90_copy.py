@@ -35,7 +35,7 @@ def produce(static: Static, arrays: Arrays, smem: dict, item: Item, at) -> None:
     if static.packed and not static.interpret:
         packed.produce(static, arrays, smem, item)
         return
-    for i, ids in enumerate(_first_ids(static, arrays, item, at)):
+    for i, ids in enumerate(first_ids(static, arrays, item, at)):
         block = item.begin + i
 
         @pl.when(block < item.end)
@@ -44,7 +44,7 @@ def produce(static: Static, arrays: Arrays, smem: dict, item: Item, at) -> None:
                 _copy(static, arrays, smem, item, half, jnp.int32(i), block, ids)
 
     def step(block, ids):
-        following = _ids(static, arrays, item, block + 1)
+        following = page_ids(static, arrays, item, block + 1)
         i = block - item.begin
         for half in HALVES:
             stage = lax.rem(i, stages)
@@ -53,21 +53,21 @@ def produce(static: Static, arrays: Arrays, smem: dict, item: Item, at) -> None:
         return following
 
     first = item.begin + stages
-    lax.fori_loop(first, item.end, step, _ids(static, arrays, item, first))
+    lax.fori_loop(first, item.end, step, page_ids(static, arrays, item, first))
 
 
-def _first_ids(static: Static, arrays: Arrays, item: Item, at) -> list[tuple]:
-    # page ids of the blocks that fill the rings; an item holds them, as its copying warpgroup wants them at once
+def first_ids(static: Static, arrays: Arrays, item: Item, at) -> list[tuple]:
+    """Page ids of the blocks that fill the rings; an item holds them, as its copying warpgroup wants them at once."""
     stages, pages = static.config.stages, static.pages
     if static.interpret or not pages:
-        return [_ids(static, arrays, item, item.begin + i) for i in range(stages)]
+        return [page_ids(static, arrays, item, item.begin + i) for i in range(stages)]
     starts = [len(Item._fields) + i * pages for i in range(stages)]
     found = [rows_io.load_lanes(arrays.items, at, start, start + pages - 1) for start in starts]
     return [(ids + arrays.page_offset[0],) for ids in found]
 
 
-def _ids(static: Static, arrays: Arrays, item: Item, block) -> tuple:
-    # page ids of a block; past the last key its page's. On a GPU a number a lane.
+def page_ids(static: Static, arrays: Arrays, item: Item, block) -> tuple:
+    """Page ids of a block; past the last key its page's. On a GPU a number a lane."""
     if not static.pages:
         return ()
     size, last = static.page_size, jnp.maximum(item.kv_len - 1, 0) // static.page_size
@@ -176,7 +176,8 @@ def _gather(static: Static, arrays: Arrays, smem: dict, item: Item, half: str, s
         return rows_io.address_of(token, pitch, utils.memref_ptr(pool), i8)
 
     scalars = (item.seq, arrays.page_offset[0], item.kv_len, block * static.config.block_kv)
-    _copy_rows(static, smem[half], stage, _column(static, half), (arrays.page_table, arrays.pages), scalars, address)
+    refs = (arrays.page_table, arrays.pages)
+    copy_rows(smem[half], stage, _column(static, half), refs, scalars, address, static.swizzle)
     gpu_barriers.arrive_copied(smem[f"{half}_full"], stage)
 
 
@@ -200,17 +201,19 @@ def load_queries(static: Static, arrays: Arrays, target, half: str, rows: Rows, 
         return rows_io.address_of(rows_io.array_row(row, first, offset, rows), pitch, utils.memref_ptr(refs[0]), i8)
 
     scalars = (rows.first, rows.offset, rows.used, start)
-    _copy_rows(static, target, jnp.minimum(rows.first, 0), column, (arrays.q,), scalars, address)
+    copy_rows(target, jnp.minimum(rows.first, 0), column, (arrays.q,), scalars, address, static.swizzle)
     copies.commit_gathered()
     copies.wait_gathered(0)
 
 
-def _copy_rows(static: Static, target, place, column: int, refs: tuple, scalars: tuple, address) -> None:
-    # Start copies of the rows of `target[place]`, 16 bytes a thread at once, from column `column` of the row that
-    # `address` gives by the refs, the scalars and the row's number.
+def copy_rows(target, place, column: int, refs: tuple, scalars: tuple, address, swizzle: int) -> None:
+    """Start copies of the rows of `target[place]`, 16 bytes a thread at once.
+
+    They come from column `column` of the row that `address` gives by the refs, the scalars and the row's number.
+    """
     size = jnp.dtype(target.dtype).itemsize
     rows, row_bytes = target.shape[1], target.shape[2] * size
-    swizzle, layout = copies.transforms(target.shape[2], size, static.swizzle)
+    swizzle, layout = copies.transforms(target.shape[2], size, swizzle)
     chunks, scalar = row_bytes // _CHUNK, plgpu.Layout.WG_SPLAT(())
     types = (plgpu.RefType(layout), *[plgpu.RefType()] * len(refs), *[scalar] * (2 + len(scalars)))
 
