@@ -56,17 +56,20 @@ class Computing:
         def all_blocks(acc):
             blocks = item.end - item.begin
 
-            def some():
-                scores = products.finished(self._start_scores(jnp.int32(0)), under_way=0)
-                weights, _, *carry = self._weigh(jnp.int32(0), scores, *_nothing_yet())
-                weights, top, total = lax.fori_loop(
-                    1, blocks, lambda i, carry: self._block(acc, i, carry), (weights.astype(static.dtype), *carry)
-                )
-                self._clear(blocks - 1)
-                plgpu.wgmma(acc, weights, self._values(blocks - 1))
-                plgpu.wgmma_wait(0)
-                return top, total
+            def one():
+                return self._last(acc, jnp.int32(0), *self._first())
 
+            def several():
+                part, *nothing = self._first()
+                following = self._start_scores(jnp.int32(1))
+                weights, _, *rest = self._weigh(jnp.int32(0), part, *nothing)
+                following = self._sent(1, weights, following)
+                carry = lax.fori_loop(
+                    1, blocks - 1, lambda i, carry: self._block(acc, i, *carry), (*following, *rest)
+                )
+                return self._last(acc, blocks - 1, *carry[1:], before=carry[0])
+
+            some = lambda: lax.cond(blocks > 1, several, one)  # noqa: E731
             top, total = lax.cond(blocks > 0, some, _nothing_yet)
             self._finish(top, total, acc[...])
 
@@ -76,20 +79,46 @@ class Computing:
         group = self.static.group
         return Rows(item.row, jnp.int32(0), item.tokens * group, group, group)
 
-    def _block(self, acc, i, carry):
-        weights, top, total = carry
-        scores = self._start_scores(i)
-        plgpu.wgmma(acc, weights, self._values(i - 1))
-        scores = products.finished(scores, under_way=1)
-        made, decay, top, total = self._weigh(i, scores, top, total)
-        # Both keep the compiler from waiting for the product of the values before it makes the weights; the wait is for
-        # what is there.
-        (made,) = softmax.settled(made)
-        self._wait(i)
-        summed = acc[...]
+    def _first(self):
+        # this program's part of the scores of the first block, which is sent, and of rows before it
+        part = products.finished(self._start_scores(jnp.int32(0)), under_way=0)
+        exchange.send(self.smem, self.who, jnp.int32(0), part)
+        return part, *_nothing_yet()
+
+    def _block(self, acc, i, weights, part, top, total):
+        # Weights of block `i` beside the values of the one before it and the scores of the one after it.
+        self._add(acc, i - 1, weights)
+        following = self._start_scores(i + 1)
+        plgpu.wgmma_wait(1)
         barriers.arrive(self.smem["free"], self._stage(i - 1))
-        acc[...] = softmax.scaled(summed, decay)
-        return made.astype(self.static.dtype), top, total
+        weights, decay, top, total = self._weigh(i, part, top, total)
+        weights, following = self._sent(i + 1, weights, following)
+        acc[...] = softmax.scaled(acc[...], decay)
+        return weights, following, top, total
+
+    def _sent(self, i, weights, part):
+        # Weights as values want them, and the part of the scores of block `i` once it is made and sent.
+        (weights,) = softmax.settled(weights)  # or the compiler makes them after the wait
+        part = products.finished(part, under_way=0)
+        exchange.send(self.smem, self.who, i, part)
+        return weights.astype(self.static.dtype), part
+
+    def _last(self, acc, i, part, top, total, before=None):
+        # before: weights of the block before, if there is one
+        if before is not None:
+            self._add(acc, i - 1, before)
+        weights, decay, top, total = self._weigh(i, part, top, total)
+        (weights,) = softmax.settled(weights)
+        self._wait(i)  # with the above, keeps the compiler from waiting for the product first; it is there
+        if before is not None:
+            acc[...] = softmax.scaled(acc[...], decay)
+        self._clear(i)
+        self._add(acc, i, weights.astype(self.static.dtype))
+        plgpu.wgmma_wait(0)
+        return top, total
+
+    def _add(self, acc, i, weights) -> None:
+        plgpu.wgmma(acc, weights, self.smem["values"].at[self._stage(i)])
 
     def _stage(self, i):
         return lax.rem(i, self.static.config.stages)
@@ -104,13 +133,9 @@ class Computing:
         queries, keys = [self.smem[f"{name}_q"] for name in names], [self.smem[name] for name in names]
         return products.start_scores(queries, self.who, keys, self._stage(i), self.static.column_swizzles)
 
-    def _values(self, i):
-        return self.smem["values"].at[self._stage(i)]
-
     def _weigh(self, i, part, top, total):
         # Weights of block `i` f32[64, keys], the factor of what was summed, maximum, and this thread's own sums.
         static, block = self.static, self.item.begin + i
-        exchange.send(self.smem, self.who, i, part)
         scores = exchange.received(self.smem, self.who, i, part)
         whole = (block + 1) * static.config.block_kv <= self.item.high  # there are no windows
         hide = lambda s: masks.mask(static, self.arrays, self.item_again(), block, self.start, s)  # noqa: E731

@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention import mosaic_gpu_sm90_copy as copies
 from pallas_kernels.attention import mosaic_gpu_sm90_prefill_barriers as gpu_barriers
 from pallas_kernels.attention import mosaic_gpu_sm90_rows as rows_io
+from pallas_kernels.attention.mosaic_gpu_sm90_prefill_records import THREADS
 from pallas_kernels.attention.mosaic_gpu_sm90_records import Item
 from pallas_kernels.attention.mosaic_gpu_sm90_rows import Rows, constant
 from pallas_kernels.mla import mosaic_gpu_sm90_barriers as barriers
@@ -21,8 +22,15 @@ from pallas_kernels.mla.mosaic_gpu_sm90_records import Arrays, Static
 arith, ir = utils.arith, utils.ir
 
 
+_AHEAD = 2  # blocks from the request for a block's bytes to their copy
+
+
 def produce(static: Static, arrays: Arrays, smem: dict, item: Item, at) -> None:
-    """This program's columns of all blocks of the item, as far ahead as the ring has room."""
+    """This program's columns of all blocks of the item, as far ahead as the ring has room.
+
+    What comes after is asked for before there is room, so that it comes from the L2 then: a block's place is free for
+    less time than device memory takes.
+    """
     stages = static.config.stages
     for i, ids in enumerate(producer.first_ids(static, arrays, item, at)):
         block = item.begin + i
@@ -31,16 +39,48 @@ def produce(static: Static, arrays: Arrays, smem: dict, item: Item, at) -> None:
         def _(i=i, ids=ids, block=block):
             _copy(static, arrays, smem, jnp.int32(i), block, ids)
 
+    ids_of = lambda block: producer.page_ids(static, arrays, item, block)  # noqa: E731
+    first = item.begin + stages
+    ids = [ids_of(first + n) for n in range(_AHEAD)]
+    for n in range(_AHEAD):
+        _ask(static, arrays, first + n, item.end, ids[n])
+
     def step(block, ids):
-        following = producer.page_ids(static, arrays, item, block + 1)
+        following = ids_of(block + _AHEAD)
         i = block - item.begin
         stage = lax.rem(i, stages)
+        _ask(static, arrays, block + _AHEAD, item.end, following)
         barriers.wait(smem["free"], stage, lax.div(i, stages) - 1)
-        _copy(static, arrays, smem, stage, block, ids)
-        return following
+        _copy(static, arrays, smem, stage, block, ids[0])
+        return (*ids[1:], following)
 
-    first = item.begin + stages
-    lax.fori_loop(first, item.end, step, producer.page_ids(static, arrays, item, first))
+    lax.fori_loop(first, item.end, step, tuple(ids))
+
+
+def _ask(static: Static, arrays: Arrays, block, end, ids: tuple) -> None:
+    # ask for this program's half of the rows of a block, of each page, if it is one of the item
+    rows, pitch = min(static.config.block_kv, static.page_size), static.k_dim * jnp.dtype(static.dtype).itemsize
+    half, scalar = rows // 2, plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[scalar] * 2, rows_io.LANES))
+    def inline(_, pool, first, when, lanes):
+        first, when = rows_io.value_of(first), rows_io.value_of(when)
+        lane = arith.remui(utils.thread_idx(), constant(THREADS))
+        wanted = arith.cmpi(arith.CmpIPredicate.ne, when, constant(0))
+        with mgpu.when(arith.andi(wanted, arith.cmpi(arith.CmpIPredicate.ult, lane, constant(static.pages)))):
+            page_id = utils.vector.extract(lanes.registers.item(), dynamic_position=[], static_position=[0])
+            row = arith.addi(arith.muli(page_id, constant(static.page_size)), first)
+            i8 = ir.IntegerType.get_signless(8)
+            source = rows_io.address_of(row, pitch, utils.memref_ptr(pool), i8)
+            copies.asm("cp.async.bulk.prefetch.L2.global [$0], $1;", source, constant(half * pitch), constraints="l,r")
+
+    first = _start(static, block) + lax.axis_index("sharers") * half
+    inline(arrays.pages, jnp.asarray(first, jnp.int32), (block < end).astype(jnp.int32), *ids)
+
+
+def _start(static: Static, block):
+    # first token of a block in its first page
+    return block * static.config.block_kv % static.page_size if static.page_size > static.config.block_kv else 0
 
 
 def _copy(static: Static, arrays: Arrays, smem: dict, stage, block, ids: tuple) -> None:
@@ -82,8 +122,7 @@ def _copy(static: Static, arrays: Arrays, smem: dict, stage, block, ids: tuple) 
                             predicate=one,
                         )
 
-    start = block * block_kv % static.page_size if static.page_size > block_kv else 0
-    scalars = (full.first + stage, stage, start, rank)
+    scalars = (full.first + stage, stage, _start(static, block), rank)
     inline(arrays.pages, *rings, full.words, *(jnp.asarray(x, jnp.int32) for x in scalars), *ids)
 
 
