@@ -34,6 +34,11 @@ class Config:
             raise ValueError(f"want 1 or 2 sharers, and of several two groups each and no cluster, got {self}")
 
     @property
+    def part_cost(self) -> int:
+        """Blocks that could be attended to in the time that it takes to store a part and to merge it: next to none."""
+        return 0
+
+    @property
     def copies_apart(self) -> bool:
         """Whether a warpgroup of its own copies."""
         return self.copier or self.groups > 1

@@ -18,7 +18,8 @@ from pallas_kernels.attention import mosaic_gpu_sm90_parts as parts_io
 from pallas_kernels.attention import mosaic_gpu_sm90_rows as rows_io
 from pallas_kernels.attention.mosaic_gpu_sm90_rows import Rows
 
-_ELEMENTS = 64  # elements a thread has in flight, of some parts
+_ELEMENTS = 64  # elements a thread has in flight, of some rows and parts
+_MOST = 128  # of some parts of few rows
 _PROGRAMS = 528  # at most: four an SM; a program that finds nothing to do costs its launch
 
 
@@ -39,10 +40,13 @@ def merge(out, lse, parts, part_lse, tiles, sinks, shape: Shape) -> tuple[jax.Ar
       part_lse: f32[items * kv_heads * rows], natural log. tiles: i32[n, 4], of `mosaic_gpu_sm90_schedule`.
       sinks: f32[q_heads] or None.
     """
+    expected = parts.shape[0] // (shape.kv_heads * shape.rows * tiles.shape[0])  # parts a tile, more or less
     chunk = parts_io.strided_rows(shape.v_dim)
+    at_once = min(max(pl.next_power_of_2(expected), 4), 32)  # more than there are would be loaded in vain
+    chunk = min(chunk * max(_ELEMENTS // (chunk * shape.v_dim // 128 * at_once), 1), 64)
     chunks = min(-(-shape.rows // chunk), max(_PROGRAMS // (tiles.shape[0] * shape.kv_heads), 1))
     launch = pl.kernel(
-        functools.partial(_kernel, shape=shape, chunk=chunk, chunks=chunks),
+        functools.partial(_kernel, shape=shape, chunk=chunk, chunks=chunks, at_once=at_once),
         out_type=(),
         mesh=plgpu.Mesh(grid=(tiles.shape[0], chunks, shape.kv_heads), grid_names=("tiles", "chunks", "kv_heads")),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -56,7 +60,7 @@ def merge(out, lse, parts, part_lse, tiles, sinks, shape: Shape) -> tuple[jax.Ar
     return jax.freeze(refs[0]), jax.freeze(refs[1])
 
 
-def _kernel(parts, part_lse, tiles, *rest, shape: Shape, chunk: int, chunks: int):
+def _kernel(parts, part_lse, tiles, *rest, shape: Shape, chunk: int, chunks: int, at_once: int):
     sinks, out, lse = rest if shape.sinks else (None, *rest)
     tile, head = lax.axis_index("tiles"), lax.axis_index("kv_heads")
     row, tokens, first, count = rows_io.load_scalars(tiles, tile, 4)
@@ -65,7 +69,8 @@ def _kernel(parts, part_lse, tiles, *rest, shape: Shape, chunk: int, chunks: int
     def rows_from(i, _):
         start = i * chunk
         fetch = _fetched(parts, part_lse, first, count, used, start, head, shape, (chunk, shape.v_dim))
-        out_rows, out_lse = _merged(fetch, count, sinks, used, start, head, shape.group, (chunk, shape.v_dim))
+        size = (chunk, shape.v_dim)
+        out_rows, out_lse = _merged(fetch, count, sinks, used, start, head, shape.group, size, at_once)
         where = Rows(row, head * shape.group, used, shape.group, shape.kv_heads * shape.group)
         parts_io.store_strided(out, out_rows.astype(out.dtype), where, start=start)
         parts_io.store_strided(lse, out_lse, where, start=start, one_a_row=True)
@@ -117,11 +122,10 @@ def _fetched(parts, part_lse, first, count, used, start, head, shape: Shape, siz
     return fetch
 
 
-def _merged(fetch, count, sinks, used, start, head, group: int, size):
-    # rows `start` and on of a tile over all its parts
-    unrolled = max(2, _ELEMENTS // (size[0] * size[1] // 128))
-    if isinstance(count, int):
-        unrolled = min(unrolled, count)
+def _merged(fetch, count, sinks, used, start, head, group: int, size, at_once: int = 0):
+    # rows `start` and on of a tile over all its parts, `at_once` of them together where their number is not static
+    known = isinstance(count, int)
+    unrolled = min(max(2, (_ELEMENTS if known else _MOST) // (size[0] * size[1] // 128)), count if known else at_once)
 
     def step(i, carry):
         top, total, acc = carry

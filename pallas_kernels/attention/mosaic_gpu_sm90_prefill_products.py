@@ -35,7 +35,10 @@ def start_scores(q_refs: Sequence, q_at, k_refs: Sequence, k_at, swizzles: Seque
     """
     n, dtype = k_refs[0].shape[1], jnp.dtype(q_refs[0].dtype)
     widths = [ref.shape[2] for ref in q_refs]
-    given = [copies.transforms(width, 2, swizzle) for width, swizzle in zip(widths, swizzles or [None] * len(widths), strict=True)]
+    given = [
+        copies.transforms(width, 2, swizzle)
+        for width, swizzle in zip(widths, swizzles or [None] * len(widths), strict=True)
+    ]
     kind = {"bfloat16": "bf16", "float16": "f16"}[dtype.name]
     scalar = plgpu.Layout.WG_SPLAT(())
     result = plgpu.ShapeDtypeStruct((64, n), jnp.float32, layout=TILE)

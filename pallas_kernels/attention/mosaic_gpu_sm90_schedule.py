@@ -76,7 +76,7 @@ def make(
         return Schedule(with_ids(items), None, bits, unserved, low_rows)
     num_items = _num_items(config, num_tiles, kv_room)
     blocks = end - begin
-    share = config.part_blocks or _even_share(blocks, cut.rows > 0, config.parts, num_items)
+    share = config.part_blocks or _even_share(blocks, cut.rows > 0, config, num_items)
     parts = jnp.where(cut.rows > 0, jnp.maximum((blocks + (share - 1)) // share, 1), 0)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(parts, dtype=jnp.int32)])
     item = jnp.arange(num_items, dtype=jnp.int32)
@@ -124,16 +124,28 @@ def _num_items(config: Config, num_tiles: int, kv_room: int) -> int:
     return max(config.parts, 2 * num_tiles)  # requests much longer than the others find room for more parts
 
 
-def _even_share(blocks, real, aim: int, num_items: int):
-    # The smallest share of a few, from total / aim, under which all parts find an item. The last one always does: with
-    # at least total / (items - tiles), parts number at most items. 2 and more: a part costs about a block.
-    total, tiles = jnp.sum(blocks, dtype=jnp.int32), jnp.sum(real, dtype=jnp.int32)
+def _even_share(blocks, real, config: Config, num_items: int):
+    # A share of a few under which all parts find an item; the last one always does: with at least total / (items -
+    # tiles), parts number at most items. 2 and more: a part costs about a block.
+    total, tiles, aim = jnp.sum(blocks, dtype=jnp.int32), jnp.sum(real, dtype=jnp.int32), config.parts
     room = jnp.clip(num_items - tiles, 1, aim)
-    least = jnp.maximum((total + (aim - 1)) // aim, 2) + jnp.arange(4, dtype=jnp.int32)
-    shares = jnp.append(least, jnp.maximum((total + (room - 1)) // room, 2))
-    needed = jnp.maximum((blocks[None] + (shares[:, None] - 1)) // shares[:, None], 1)
-    fits = jnp.sum(jnp.where(real[None], needed, 0), axis=1, dtype=jnp.int32) <= num_items
-    return shares[jnp.argmax(fits)]
+    shares = [(total + (aim - 1)) // aim + jnp.arange(4, dtype=jnp.int32), ((total + (room - 1)) // room)[None]]
+    if config.part_cost:  # also the longest requests in one part, in two ...
+        cut = jnp.arange(1, 9, dtype=jnp.int32)
+        shares.insert(1, (jnp.max(blocks, initial=0) + (cut - 1)) // cut)
+    shares = jnp.maximum(jnp.concatenate(shares), 2)
+    needed = jnp.where(real[None], jnp.maximum((blocks[None] + (shares[:, None] - 1)) // shares[:, None], 1), 0)
+    parts = jnp.sum(needed, axis=1, dtype=jnp.int32)
+    fits = parts <= num_items
+    if not config.part_cost:
+        return shares[jnp.argmax(fits)]  # the first: parts are as good as free
+    # The least time, in blocks: parts by turns on as many programs as there are at once, or as even as the longest
+    # allows; each turn's start and end; and what it costs to store parts and to merge them.
+    longest = jnp.max((blocks[None] + (needed - 1)) // jnp.maximum(needed, 1), axis=1, initial=0)
+    turns = (parts + (aim - 1)) // aim
+    merged = jnp.sum(jnp.where(needed > 1, needed, 0), axis=1, dtype=jnp.int32)
+    time = jnp.minimum(turns * longest, total // aim + longest) + 2 * turns + config.part_cost * merged // aim
+    return shares[jnp.argmin(jnp.where(fits, time, jnp.iinfo(jnp.int32).max))]
 
 
 def _unserved(cu_q_lens, attended, num_tokens: int):

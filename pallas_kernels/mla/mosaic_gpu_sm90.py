@@ -225,6 +225,8 @@ def _check(q, pages, latent_dim: int) -> None:
 def _check_config(config: Config, heads: int, k_dim: int) -> None:
     most = stages_of(k_dim, columns=config.columns)
     if config.stages > most:
-        raise ValueError(f"stages={config.stages} blocks of {k_dim} numbers: shared memory holds {most} and the queries")
+        raise ValueError(
+            f"stages={config.stages} blocks of {k_dim} numbers: shared memory holds {most} and the queries"
+        )
     if heads > config.rows:
         raise ValueError(f"{heads} query heads for tiles of {config.rows} rows: want sharers=2")

@@ -64,9 +64,7 @@ class Computing:
                 following = self._start_scores(jnp.int32(1))
                 weights, _, *rest = self._weigh(jnp.int32(0), part, *nothing)
                 following = self._sent(1, weights, following)
-                carry = lax.fori_loop(
-                    1, blocks - 1, lambda i, carry: self._block(acc, i, *carry), (*following, *rest)
-                )
+                carry = lax.fori_loop(1, blocks - 1, lambda i, carry: self._block(acc, i, *carry), (*following, *rest))
                 return self._last(acc, blocks - 1, *carry[1:], before=carry[0])
 
             some = lambda: lax.cond(blocks > 1, several, one)  # noqa: E731

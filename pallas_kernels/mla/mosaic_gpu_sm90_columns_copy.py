@@ -1,4 +1,4 @@
-"""What a program of the Hopper latent attention with half of the columns copies: its queries, and its part of blocks."""
+"""What a program of the Hopper latent attention with half of the columns copies: of its queries, and of blocks."""
 # Inline code and the decorators of `jax.experimental.pallas.mosaic_gpu` are typed more loosely than what they make.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAbstractUsage=false, reportPrivateImportUsage=false
 
@@ -22,9 +22,6 @@ from pallas_kernels.mla.mosaic_gpu_sm90_records import Arrays, Static
 arith, ir = utils.arith, utils.ir
 
 
-_AHEAD = 2  # blocks from the request for a block's bytes to their copy
-
-
 def produce(static: Static, arrays: Arrays, smem: dict, item: Item, at) -> None:
     """This program's columns of all blocks of the item, as far ahead as the ring has room.
 
@@ -40,16 +37,17 @@ def produce(static: Static, arrays: Arrays, smem: dict, item: Item, at) -> None:
             _copy(static, arrays, smem, jnp.int32(i), block, ids)
 
     ids_of = lambda block: producer.page_ids(static, arrays, item, block)  # noqa: E731
-    first = item.begin + stages
-    ids = [ids_of(first + n) for n in range(_AHEAD)]
-    for n in range(_AHEAD):
+    first, ahead = item.begin + stages, static.config.ahead
+    ids = [ids_of(first + n) for n in range(max(ahead, 1))]
+    for n in range(ahead):
         _ask(static, arrays, first + n, item.end, ids[n])
 
     def step(block, ids):
-        following = ids_of(block + _AHEAD)
+        following = ids_of(block + len(ids))
+        if ahead:
+            _ask(static, arrays, block + ahead, item.end, following)
         i = block - item.begin
         stage = lax.rem(i, stages)
-        _ask(static, arrays, block + _AHEAD, item.end, following)
         barriers.wait(smem["free"], stage, lax.div(i, stages) - 1)
         _copy(static, arrays, smem, stage, block, ids[0])
         return (*ids[1:], following)
@@ -74,13 +72,8 @@ def _ask(static: Static, arrays: Arrays, block, end, ids: tuple) -> None:
             source = rows_io.address_of(row, pitch, utils.memref_ptr(pool), i8)
             copies.asm("cp.async.bulk.prefetch.L2.global [$0], $1;", source, constant(half * pitch), constraints="l,r")
 
-    first = _start(static, block) + lax.axis_index("sharers") * half
+    first = producer.start_of(static, block) + lax.axis_index("sharers") * half
     inline(arrays.pages, jnp.asarray(first, jnp.int32), (block < end).astype(jnp.int32), *ids)
-
-
-def _start(static: Static, block):
-    # first token of a block in its first page
-    return block * static.config.block_kv % static.page_size if static.page_size > static.config.block_kv else 0
 
 
 def _copy(static: Static, arrays: Arrays, smem: dict, stage, block, ids: tuple) -> None:
@@ -122,7 +115,7 @@ def _copy(static: Static, arrays: Arrays, smem: dict, stage, block, ids: tuple) 
                             predicate=one,
                         )
 
-    scalars = (full.first + stage, stage, _start(static, block), rank)
+    scalars = (full.first + stage, stage, producer.start_of(static, block), rank)
     inline(arrays.pages, *rings, full.words, *(jnp.asarray(x, jnp.int32) for x in scalars), *ids)
 
 

@@ -24,6 +24,7 @@ class Config:
     part_blocks: int = 0  # with splits: key blocks a part whatever the batch, so that bits do not depend on it; 0: even
     sharers: int = 1  # programs of a cluster that have a tile's rows between them, and read its keys once for all
     columns: bool = False  # whether the sharers have columns between them, and not rows
+    ahead: int = 0  # with columns: blocks that are asked for before there is room, so that they come from the L2 then
 
     def __post_init__(self):
         if self.stages < 2 or self.sharers not in (1, 2):
@@ -42,6 +43,11 @@ class Config:
     def cluster(self) -> int:
         """Programs that cut a tile's keys and merge through one another's memory: there is no such form."""
         return 1
+
+    @property
+    def part_cost(self) -> int:
+        """Blocks that could be attended to in the time that it takes to store a part, and to read it for the merge."""
+        return 5
 
     @property
     def rows(self) -> int:
@@ -78,7 +84,14 @@ def heuristic(
     splits = 4 * tiles <= 3 * at_once or kv_room > _ALWAYS_WHOLE
     columns = columns and sharers == 2
     stages = stages_of(k_dim, columns=columns)
-    return Config(stages=stages, splits=splits, parts=at_once if splits else 0, sharers=sharers, columns=columns)
+    return Config(
+        stages=stages,
+        splits=splits,
+        parts=at_once if splits else 0,
+        sharers=sharers,
+        columns=columns,
+        ahead=2 * columns,
+    )
 
 
 def stages_of(k_dim: int, *, columns: bool = False) -> int:

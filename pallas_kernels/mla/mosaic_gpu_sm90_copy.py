@@ -94,8 +94,8 @@ def _column(static: Static, half: str) -> int:
     return 0 if half == "left" else static.widths[0]
 
 
-def _start(static: Static, block):
-    # first token of a block in its first page
+def start_of(static: Static, block):
+    """First token of a block in its first page."""
     return block * static.config.block_kv % static.page_size if static.page_size > static.config.block_kv else 0
 
 
@@ -111,7 +111,7 @@ def _interpreted(static: Static, arrays: Arrays, smem: dict, item: Item, half: s
         return
     rows = min(block_kv, static.page_size)
     for j, page in enumerate(ids):
-        source = arrays.pages.at[page, pl.ds(_start(static, block), rows), columns]
+        source = arrays.pages.at[page, pl.ds(start_of(static, block), rows), columns]
         plgpu.copy_gmem_to_smem(source, ring.at[stage, pl.ds(j * rows, rows)], full.at[stage])
 
 
@@ -156,7 +156,7 @@ def _engine(static: Static, arrays: Arrays, smem: dict, half: str, stage, block,
                         collective=together,
                     )
 
-    scalars = (full.first + stage, stage, _start(static, block))
+    scalars = (full.first + stage, stage, start_of(static, block))
     inline(arrays.pages, ring, full.words, *(jnp.asarray(x, jnp.int32) for x in scalars), *ids)
 
 

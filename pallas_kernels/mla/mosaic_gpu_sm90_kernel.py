@@ -52,7 +52,9 @@ def program(static: Static, arrays: Arrays, smem: dict) -> None:
 
     def compute_columns():
         plgpu.set_max_registers(_registers(static)[0], action="increase")
-        _with_item(static, arrays, at, lambda item: columns.Computing(static, arrays, smem, item, at, who, _load_item).run())
+        _with_item(
+            static, arrays, at, lambda item: columns.Computing(static, arrays, smem, item, at, who, _load_item).run()
+        )
         pl.when(who == 0)(lambda: _zero(static, arrays, at))
 
     def produce():

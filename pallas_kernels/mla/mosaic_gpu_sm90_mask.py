@@ -2,7 +2,6 @@
 # Inline code and the decorators of `jax.experimental.pallas.mosaic_gpu` are typed more loosely than what they make.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportPrivateImportUsage=false
 
-
 import math
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -81,7 +80,9 @@ def _tree_inline(static: Static, arrays: Arrays, item: Item, first, start, score
 
     # of the block's first key: which node it is, and how many keys from it on are there and have bits
     end = jnp.minimum(item.kv_len, item.high + 32 * static.words) - first
-    return inline(plgpu.layout_cast(scores, TILE), *(jnp.asarray(x, jnp.int32) for x in (first - item.high, end)), *words)
+    return inline(
+        plgpu.layout_cast(scores, TILE), *(jnp.asarray(x, jnp.int32) for x in (first - item.high, end)), *words
+    )
 
 
 def _tree(static: Static, arrays: Arrays, item: Item, node, start, scores):

@@ -65,7 +65,7 @@ class Static(NamedTuple):
 
     @property
     def column_parts(self) -> tuple[str, ...]:
-        """Where sharers have columns between them: names of a program's columns, of the values and of what is behind."""
+        """Names of a program's columns where sharers have them between them: of values, and of what is behind."""
         return ("values", "keys") if self.k_dim > self.v_dim else ("values",)
 
     @property

@@ -116,11 +116,15 @@ def oracle(case: Case, q, parts, trees):
     return out, lse
 
 
-def attend(function, case: Case, q, pages, args, **more):
-    """Run one form of the op."""
+def compiled(function, case: Case, **more):
+    """One form of the op, of (q, pages, args)."""
     static = dict(latent_dim=case.latent, max_q_len=max(case.q_lens), mask=case.mask, **more)
     static["sm_scale"] = (case.latent + case.rope) ** -0.5
-    run = jax.jit(lambda q, pages, args: function(q, pages, **args, **static))
+    return jax.jit(lambda q, pages, args: function(q, pages, **args, **static))
+
+
+def attend(run, case: Case, q, pages, args):
+    """Results of what `compiled` made, in float64."""
     pages = jnp.asarray(pages, pages.dtype if case.packed else case.dtype)
     return [np.asarray(x, np.float64) for x in run(jnp.asarray(q, case.dtype), pages, args)]
 
@@ -128,10 +132,10 @@ def attend(function, case: Case, q, pages, args, **more):
 def check(case: Case, interpret=False):
     """The kernel's error is at most twice plain JAX's in the same dtype, and a repeat has the same bits."""
     q, pages, args, parts, trees = draw(case)
-    more = dict(config=case.config, interpret=interpret)
-    got, got_lse = attend(sm90.attend_latent, case, q, pages, args, **more)
+    run = compiled(sm90.attend_latent, case, config=case.config, interpret=interpret)
+    got, got_lse = attend(run, case, q, pages, args)
     want, want_lse = oracle(case, q, parts, trees)
-    peer, peer_lse = attend(xla.attend_latent, case, q, pages, args)
+    peer, peer_lse = attend(compiled(xla.attend_latent, case), case, q, pages, args)
     assert np.isfinite(got).all()
     ulp = float(jnp.finfo(case.dtype).eps) * np.abs(want).max(initial=0.0)
     error, allowed = np.abs(got - want).max(initial=0.0), 2 * np.abs(peer - want).max(initial=0.0) + ulp
@@ -144,7 +148,7 @@ def check(case: Case, interpret=False):
     assert (got[np.isneginf(want_lse)] == 0).all()
     if not interpret:
         for _ in range(3):
-            again, again_lse = attend(sm90.attend_latent, case, q, pages, args, **more)
+            again, again_lse = attend(run, case, q, pages, args)
             assert (again == got).all() and (again_lse == got_lse).all()
     return got, got_lse
 
@@ -155,6 +159,7 @@ CHAIN = dict(seq_lens=(1000, 50, 9, 700), q_lens=(5, 3, 1, 8))
 TREES = dict(seq_lens=(1000, 150, 700), q_lens=(64, 64, 33), mask="tree")
 NARROW = dict(heads=9, latent=192, rope=192)
 WHOLE, SPLIT, PAIR = Config(), Config(splits=True, parts=24), Config(sharers=2)
+COLUMNS = Config(stages=3, sharers=2, columns=True)
 DEVICE_CASES = dict(
     decode=Case(seq_lens=LONG, q_lens=ONE, padding=2),
     decode_whole=Case(seq_lens=LONG, q_lens=ONE, padding=2, config=WHOLE),
@@ -166,6 +171,11 @@ DEVICE_CASES = dict(
     decode_h128=Case(seq_lens=LONG, q_lens=ONE, heads=128, padding=3),
     decode_h128_whole=Case(seq_lens=LONG, q_lens=ONE, heads=128, config=PAIR),
     decode_h128_rise=Case(seq_lens=LONG, q_lens=ONE, heads=128, rise=3.0, config=PAIR),
+    decode_h128_columns=Case(seq_lens=LONG, q_lens=ONE, heads=128, rise=3.0, config=COLUMNS),
+    decode_h128_invariant=Case(
+        seq_lens=LONG, q_lens=ONE, heads=128, config=dataclasses.replace(COLUMNS, splits=True, part_blocks=3, ahead=2)
+    ),
+    chain_rise_h128=Case(seq_lens=(900, 70), q_lens=(3, 2), heads=96, rise=4.0, dtype="float16", page=16),
     **{
         f"decode_p{page}_h{heads}": Case(seq_lens=LONG, q_lens=ONE, page=page, heads=heads)
         for page in (1, 2, 4, 8, 16, 32, 128, 256)
@@ -244,8 +254,7 @@ def test_bits_do_not_depend_on_the_batch_with_parts_of_a_fixed_length(heads):
     config = Config(splits=True, part_blocks=4, sharers=2 if heads > 64 else 1)
     whole = Case(seq_lens=(1000, 333, 2000, 64), q_lens=(1, 1, 1, 1), heads=heads, config=config)
     q, pages, args, *_ = draw(whole)
-    more = dict(config=config)
-    out, lse = attend(sm90.attend_latent, whole, q, pages, args, **more)
+    out, lse = attend(compiled(sm90.attend_latent, whole, config=config), whole, q, pages, args)
     for b, length in enumerate(whole.seq_lens):
         one = dataclasses.replace(whole, seq_lens=(length,), q_lens=(1,))
         alone = dict(
@@ -254,7 +263,8 @@ def test_bits_do_not_depend_on_the_batch_with_parts_of_a_fixed_length(heads):
             seq_lens=args["seq_lens"][b : b + 1],
             cu_q_lens=jnp.arange(2, dtype=jnp.int32),
         )
-        got, got_lse = attend(sm90.attend_latent, one, q[b : b + 1], pages, alone, **more)
+        run = compiled(sm90.attend_latent, one, config=config)
+        got, got_lse = attend(run, one, q[b : b + 1], pages, alone)
         assert (got[0] == out[b]).all() and (got_lse[0] == lse[b]).all()
 
 
@@ -298,6 +308,10 @@ def test_what_the_kernel_was_not_built_for_is_refused_with_the_way_out():
 
 def test_sizes_fill_the_multiprocessors_and_shared_memory():
     facts = dict(max_q_len=1, num_seqs=1, k_dim=576, kv_room=4096)
+    assert [stages_of(dim, columns=True) for dim in (576, 384, 96)] == [3, 4, 4]
+    columns = heuristic(num_heads=128, columns=True, **facts | dict(num_seqs=64))
+    assert columns == dataclasses.replace(COLUMNS, ahead=2)
+    assert heuristic(num_heads=16, columns=True, **facts) == heuristic(num_heads=16, **facts)
     assert [stages_of(dim) for dim in (576, 384, 96)] == [2, 3, 4]
     assert heuristic(num_heads=16, **facts) == Config(splits=True, parts=132)
     assert heuristic(num_heads=128, **facts) == Config(splits=True, parts=66, sharers=2)
