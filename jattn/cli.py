@@ -52,10 +52,11 @@ _FIELDS: dict[str, tuple[type, str]] = {
     "model": (str, "GGUF file, Hugging Face folder, or a name of the model table"),
     "draft": (
         str,
-        "none, ngram (the text so far), standalone (a draft model), eagle (a draft head) or nextn (the model's MTP)",
+        "none, ngram (the text so far), standalone (a draft model), eagle (a draft head) or nextn (the model's MTP) "
+        "(default: eagle where a head for the model comes with the package, else ngram)",
     ),
-    "num_steps": (int, "drafts a round, at most; the depth of a tree (default: ngram 15, a tree with eagle 5, else 3)"),
-    "topk": (int, "continuations of a draft tree, 1 to 8; 1 drafts a chain"),
+    "num_steps": (int, "drafts a round, at most; the depth of a tree (default: ngram 15, eagle by cost, else 3)"),
+    "topk": (int, "continuations of a draft tree, 1 to 8; 1 drafts a chain (default: eagle by cost, else 1)"),
     "num_draft_tokens": (int, "nodes of a draft tree, the newest token included"),
     "draft_model": (
         str,

@@ -80,7 +80,9 @@ class Serving:
         self.seconds_to_compile = time.perf_counter() - start
         self.engine = self.session.engine
         self.launches: list[float] = []
-        self.engine.programs = dataclasses.replace(self.engine.programs, round=self._timed(self.engine.programs.round))
+        self.engine.programs = dataclasses.replace(
+            self.engine.programs, rounds=tuple(map(self._timed, self.engine.programs.rounds))
+        )
         self.requests = [sequence.request for sequence in self.session.sequences]
         for _ in self.session.stream():  # warm: the caller's view of the run, text and all
             pass

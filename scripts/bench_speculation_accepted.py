@@ -147,7 +147,7 @@ def _replayed(loaded: LoadedModel, arm: Arm, context: int):
     def start(head, recorded: Recorded, prompt_lens, lens):
         seqs = prompt_lens.shape[0]
         pool: dict[str, Any] = dict(num_pages=seqs * pages, page_size=PAGE, dtype=jnp.float32)
-        width = head.body.config.d_model
+        width = head.feature_dim
         state = DecodeState.create(
             new_cache(spec, num_layers=1, layout=choice.kv_layout, **pool),
             num_seqs=seqs,

@@ -71,7 +71,7 @@ def whole_round(model, head: DraftHead, state: DecodeState, arm: Arm, shape: Var
         rows=shape.rows,
         max_q_len=shape.max_q_len,
         sampler=GREEDY,
-        features_of=head.features,
+        features_of=head.kept,
     )
     return accepted_into(dataclasses.replace(state, cache=cache), tree, chosen.tokens, features, arm)
 

@@ -126,7 +126,7 @@ def _parts(loaded: LoadedModel, arm: Arm, prompt: list[int], turns: int) -> dict
 
     engines = {name: in_the_middle(own) for name, own in (("engine", arm), ("no draft", None))}
     engine = engines["engine"][0]
-    shapes = engine.config.shapes
+    shapes = engine.config.shapes(engine.config.draft_shapes[0])
     graphdef, params = nnx.split((loaded.model, head))
 
     def extend(_, head, state):
@@ -141,7 +141,7 @@ def _parts(loaded: LoadedModel, arm: Arm, prompt: list[int], turns: int) -> dict
     def verify(model, head, state):
         state, (tree, bits) = draft(model, head, state)
         shape: Any = dict(rows=shapes[-1].rows, max_q_len=shapes[-1].max_q_len)
-        shape |= dict(sampler=GREEDY, features_of=head.features)
+        shape |= dict(sampler=GREEDY, features_of=head.kept)
         cache, chosen, features = verify_tree(model, state, tree, bits, **shape)
         return dataclasses.replace(state, cache=cache), (chosen, features)
 

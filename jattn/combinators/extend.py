@@ -85,11 +85,9 @@ def admit(
     Args: slot: i32[]. tokens: i32[max_context], what is known of it. lens: i32[3], how many that is, how many of them
       are the prompt, and the token limit. stop_ids: i32[max_stops]. sampling: of one request.
     """
+    counts = {name: getattr(state.draft, name) for name in ("accepted", "rejected", "cached", "missed")}
     draft = dataclasses.replace(
-        state.draft,
-        accepted=state.draft.accepted.at[slot].set(0.0),
-        rejected=state.draft.rejected.at[slot].set(0.0),
-        cached=None if state.draft.cached is None else state.draft.cached.at[slot].set(0),
+        state.draft, **{name: held.at[slot].set(0) for name, held in counts.items() if held is not None}
     )
     return dataclasses.replace(
         state,

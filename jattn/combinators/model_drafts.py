@@ -1,7 +1,9 @@
 """Drafts from a model: a smaller one, or a head on the target's hidden states. It catches up, then grows a tree.
 
 The drafter keeps a cache of its own over the target's page table. Nodes of every level are appended behind the known
-tokens and read through rectangular ancestor bits, so no page is copied for a branch.
+tokens and read through rectangular ancestor bits, so no page is copied for a branch. Tokens that rounds without drafts
+passed are missing in its cache, and the rows behind them stand one after another: drafts are worse for a while, and
+rounds without drafts cost nothing but their features' copy.
 """
 
 import dataclasses
@@ -23,7 +25,10 @@ Lineage = Literal["parent", "slot"]
 
 
 class Drafter(Protocol):
-    """A model that drafts. Row i of its cache reads token i + `ahead`; with ahead 1, beside the features of row i."""
+    """A model that drafts.
+
+    Row i of its cache reads token i + `ahead`, but for those it missed; with ahead 1, beside the row's features.
+    """
 
     @property
     def ahead(self) -> int:
@@ -45,8 +50,12 @@ class Drafter(Protocol):
         """[rows, d] -> f32[rows, n], n tokens of the drafter's vocabulary."""
         ...
 
-    def features(self, hidden: jax.Array, /) -> jax.Array:
-        """The target's hidden states [..., width] -> what a row reads of them, [..., d]."""
+    def kept(self, hidden: jax.Array, /) -> jax.Array:
+        """The target's hidden states [..., all] -> what must be kept of them until a row reads it, [..., width]."""
+        ...
+
+    def features(self, kept: jax.Array, /) -> jax.Array:
+        """What was kept [..., width] -> what a row reads, [..., d]."""
         ...
 
     def token_ids(self) -> jax.Array | None:
@@ -70,7 +79,11 @@ class LanguageModel:
         """As the model."""
         return self.model.logits(hidden)
 
-    def features(self, hidden, /):
+    def kept(self, hidden, /):
+        """As `features`."""
+        return self.features(hidden)
+
+    def features(self, kept, /):
         """It reads none: refused, since a state with room for them belongs to another drafter."""
         raise TypeError("a language model reads no features of the target")
 
@@ -90,6 +103,7 @@ def propose(
     *,
     topk: int,
     num_steps: int,
+    max_behind: int | None = None,
     lineage: Lineage = "parent",
     sampler: SamplerConfig = TEMPERATURES,
 ) -> tuple[DraftState, Candidates, jax.Array | None]:
@@ -97,6 +111,7 @@ def propose(
 
     Args:
       state: with `draft.cache` and `draft.cached`; with ahead 1 also `draft.features` of the rows it has not read.
+      max_behind: rows that it has not read, at most: those of the round before. None: of a round of these steps.
       lineage: "parent" lets a node see its own ancestors. "slot" lets it see the nodes of its own branch number, as the
         original does after a beam changes branches: drafts are worse, and verification accepts fewer.
       sampler: with `rejection`, drafts are drawn as the request samples instead of being the likeliest; topk is 1.
@@ -105,9 +120,9 @@ def propose(
     """
     if sampler.rejection and topk > 1:
         raise ValueError(f"topk={topk} with rejection sampling: its drafts are chains, so want topk=1")
-    cache, cached = state.draft.of_model
-    start = state.seq_lens + 1 - drafter.ahead  # the row of the first node
-    cache, hidden, logits = _catch_up(drafter, state, cache, start, max_rows=num_steps + 1)
+    cache, cached, missed = state.draft.of_model
+    start = state.seq_lens + 1 - drafter.ahead - missed  # the row of the first node
+    cache, hidden, logits = _catch_up(drafter, state, cache, start, max_rows=max_behind or num_steps + 1)
     probs, ids, first = _propose(drafter, logits[:, None], state, 0, topk, sampler)
     probs, ids = probs[:, 0], ids[:, 0]
     seqs, nodes = ids.shape[0], max(rows_ahead(topk=topk, num_steps=num_steps), 1)
@@ -139,6 +154,24 @@ def propose(
     return dataclasses.replace(state.draft, cache=cache, cached=cached), candidates, drawn_from
 
 
+def pass_over(drafter: Drafter, state: DecodeState, kept: jax.Array | None) -> DraftState:
+    """The draft state behind a round without drafts: of its tokens the drafter will read the newest alone.
+
+    Args: state: from after the round. kept: [seqs, 1, width], of the round's row, with ahead 1.
+    """
+    _, cached, missed = state.draft.of_model
+    missed = jnp.where(state.decoding, state.seq_lens - drafter.ahead - cached, missed)
+    return dataclasses.replace(state.draft, missed=missed, features=keep(state, kept))
+
+
+def keep(state: DecodeState, kept: jax.Array | None) -> jax.Array | None:
+    """`DraftState.features` behind a round: kept [seqs, n, width] of its newest token and what was accepted behind."""
+    held = state.draft.features
+    if held is None or kept is None:
+        return held
+    return held.at[:, : kept.shape[1]].set(jnp.where(state.decoding[:, None, None], kept, held[:, : kept.shape[1]]))
+
+
 def read_prompt(
     drafter: Drafter, state: DecodeState, hidden: jax.Array, ids: jax.Array, plan: Plan, q_lens: jax.Array
 ) -> DraftState:
@@ -147,40 +180,40 @@ def read_prompt(
     Args: state: from before the chunk. hidden: of the target, [rows, width]. ids, plan: the chunk's. q_lens: i32[seqs].
     Returns: the draft state. With ahead 1 the chunk's last row is kept for later: its next token is not known yet.
     """
-    cache, cached = state.draft.of_model
+    cache, cached, _ = state.draft.of_model
     if not drafter.ahead:
         _, cache = drafter(ids, None, cache, plan)
         return dataclasses.replace(state.draft, cache=cache, cached=jnp.where(q_lens > 0, plan.seq_lens, cached))
-    features, held = drafter.features(hidden), state.draft.features
+    kept, held = drafter.kept(hidden), state.draft.features
     assert held is not None
     ends = jnp.maximum(plan.seq_lens - 1, 0)
     behind = _behind_plan(state, ends, jnp.where(q_lens > 0, ends - cached, 0), cache.page_size, hidden.shape[0])
     seq, _, valid = rows_of(behind.cu_q_lens, behind.num_tokens)
     ids = jnp.where(valid, state.tokens[seq, behind.positions + 1], 0)
     at = plan.cu_q_lens[seq] + behind.positions - state.seq_lens[seq]  # in the chunk; -1: the row kept from the last
-    rows = features[jnp.clip(at, 0, features.shape[0] - 1)]
-    _, cache = drafter(ids, jnp.where((at >= 0)[:, None], rows, held[seq, 0]), cache, behind)
-    last = jnp.clip(plan.cu_q_lens[1:] - 1, 0, features.shape[0] - 1)
+    rows = jnp.where((at >= 0)[:, None], kept[jnp.clip(at, 0, kept.shape[0] - 1)], held[seq, 0])
+    _, cache = drafter(ids, drafter.features(rows), cache, behind)
+    last = jnp.clip(plan.cu_q_lens[1:] - 1, 0, kept.shape[0] - 1)
     return dataclasses.replace(
         state.draft,
         cache=cache,
         cached=jnp.where(q_lens > 0, ends, cached),
-        features=held.at[:, 0].set(jnp.where((q_lens > 0)[:, None], features[last], held[:, 0])),
+        features=held.at[:, 0].set(jnp.where((q_lens > 0)[:, None], kept[last], held[:, 0])),
     )
 
 
 def _catch_up(drafter: Drafter, state: DecodeState, cache: Cache, start: jax.Array, *, max_rows: int):
     # the known tokens that the drafter has not cached, the newest included: its cache, and behind the newest its hidden
     # states [seqs, d] and logits f32[seqs, n]
-    _, cached = state.draft.of_model
+    _, cached, missed = state.draft.of_model
     behind = jnp.where(state.decoding, start - cached, 0)
     plan = _behind_plan(state, start, behind, cache.page_size, start.shape[0] * max_rows, max_rows)
     seq, idx, valid = rows_of(plan.cu_q_lens, plan.num_tokens)
-    ids = jnp.where(valid, state.tokens[seq, plan.positions + drafter.ahead], 0)
+    ids = jnp.where(valid, state.tokens[seq, plan.positions + drafter.ahead + missed[seq]], 0)
     features = None
     if drafter.ahead:
         assert state.draft.features is not None
-        features = state.draft.features[seq, jnp.clip(idx, 0, max_rows - 1)]
+        features = drafter.features(state.draft.features[seq, jnp.clip(idx, 0, max_rows - 1)])
     hidden, cache = drafter(ids, features, cache, plan)
     hidden = hidden[jnp.clip(plan.cu_q_lens[1:] - 1, 0, plan.num_tokens - 1)]
     return cache, hidden, drafter.logits(hidden)

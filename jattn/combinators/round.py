@@ -11,7 +11,7 @@ from jattn.cache import Cache
 from jattn.combinators import budget
 from jattn.combinators.accept import accepted_lens, append, finish
 from jattn.combinators.costs import Variant
-from jattn.combinators.model_drafts import Drafter, Lineage, propose
+from jattn.combinators.model_drafts import Drafter, Lineage, keep, pass_over, propose
 from jattn.combinators.ngram import find_many, ngram_draft, ngram_tree
 from jattn.combinators.state import Decoder, DecodeState, RoundReport
 from jattn.combinators.tree import DraftTree, link, prune_ranked, walk
@@ -83,6 +83,7 @@ def model_round(
     num_steps: int,
     num_nodes: int,
     shapes: tuple[Variant, ...],
+    max_behind: int | None = None,
     sampler: SamplerConfig = TEMPERATURES,
     lineage: Lineage = "parent",
     may_skip: bool = True,
@@ -90,11 +91,14 @@ def model_round(
     """`decode_round` with a draft model, which grows a tree of `topk` branches and `num_steps` levels; topk 1: a chain.
 
     Args: drafter: a smaller model, or a head on the hidden states that `model` returns; its cache is
-      `state.draft.cache`. num_nodes: nodes that are verified, the newest token included. lineage: as in
-      `model_drafts.propose`. The rest as in `tree_round`.
+      `state.draft.cache`. num_steps: 0 drafts nothing, and the drafter does not run. num_nodes: nodes that are
+      verified, the newest token included. max_behind, lineage: as in `model_drafts.propose`; rounds of other steps may
+      have run before. The rest as in `tree_round`.
     """
+    if num_steps == 0:
+        return _undrafted_round(model, drafter, state, shapes, sampler, may_skip)
     draft, candidates, draft_probs = propose(
-        drafter, state, topk=topk, num_steps=num_steps, lineage=lineage, sampler=sampler
+        drafter, state, topk=topk, num_steps=num_steps, max_behind=max_behind, lineage=lineage, sampler=sampler
     )
     state = dataclasses.replace(state, draft=draft)
     tree, scores = prune_ranked(candidates, state.newest, num_nodes=num_nodes)
@@ -117,14 +121,28 @@ def model_round(
         sampler,
         may_skip,
         draft_probs=draft_probs,
-        features_of=drafter.features if drafter.ahead else None,
+        features_of=drafter.kept if drafter.ahead else None,
     )
     tried = jnp.max(jnp.where(jnp.arange(num_nodes - 1)[None] < done.take[:, None], depth, 0), axis=1)
     draft = budget.record(state.draft, kind, tried, done.accepted)
-    if done.features is not None and state.draft.features is not None:
-        kept = jnp.where(state.decoding[:, None, None], done.features, state.draft.features)
-        draft = dataclasses.replace(draft, features=kept)
+    draft = dataclasses.replace(draft, features=keep(state, done.features))
     return _settle(dataclasses.replace(state, draft=draft), done.targets, done.accepted, done.take, done.shape, shapes)
+
+
+def _undrafted_round(model, drafter: Drafter, state: DecodeState, shapes, sampler: SamplerConfig, may_skip: bool):
+    # plain decoding: a tree of the newest token alone, whose features are kept
+    seqs = state.seq_lens.shape[0]
+    tree = DraftTree(
+        tokens=state.newest[:, None],
+        parents=jnp.full((seqs, 1), -1, jnp.int32),
+        num_nodes=jnp.ones(seqs, jnp.int32),
+    )
+    bits, reach = jnp.ones((seqs, 1, 1), jnp.uint32), jnp.zeros((seqs, 0))
+    features_of = drafter.kept if drafter.ahead else None
+    state, done = _verify_tree(model, state, tree, bits, reach, 0, shapes, sampler, may_skip, features_of=features_of)
+    after, report = _settle(state, done.targets, done.accepted, done.take, done.shape, shapes)
+    moved = dataclasses.replace(state, seq_lens=after.seq_lens)  # who decoded, and how far they are
+    return dataclasses.replace(after, draft=pass_over(drafter, moved, done.features)), report
 
 
 def _reach(scores, depth, chance):
@@ -175,7 +193,7 @@ def _verify_tree(
     idle = functools.partial(_idle_tree, sampler=sampler, with_features=features_of is not None)
     cache, chosen, features = _step(index, branches, idle, may_skip, state, tree, bits, draft_probs)
     path, _, accepted = walk(tree, chosen.tokens, max_depth=num_steps)
-    state = dataclasses.replace(state, cache=to_the_front(cache, state, path, accepted))
+    state = dataclasses.replace(state, cache=to_the_front(cache, state, path, accepted) if num_steps else cache)
     seq = jnp.arange(path.shape[0], dtype=jnp.int32)[:, None]
     chosen, features = jax.tree.map(lambda x: x[seq, path], (chosen, features))
     return state, _Verified(take, index, path, accepted, chosen, features)

@@ -44,14 +44,15 @@ class DraftState:
     rejected: jax.Array  # f32[seqs, match classes], decayed count of rejections
     cache: Cache | None = None  # of a draft model, over the target's page table
     cached: jax.Array | None = None  # i32[seqs], tokens in it
-    features: jax.Array | None = None  # [seqs, rows, d], of the rows behind those, for a head on hidden states
+    missed: jax.Array | None = None  # i32[seqs], tokens that it never reads: rounds without drafts passed them
+    features: jax.Array | None = None  # [seqs, rows, width], kept of the rows behind those, for a head on hidden states
 
     @property
-    def of_model(self) -> tuple[Cache, jax.Array]:
-        """`cache` and `cached` of a draft model; ValueError without them."""
-        if self.cache is None or self.cached is None:
+    def of_model(self) -> tuple[Cache, jax.Array, jax.Array]:
+        """`cache`, `cached` and `missed` of a draft model; ValueError without them."""
+        if self.cache is None or self.cached is None or self.missed is None:
             raise ValueError("state.draft has no cache: create the state with draft_cache= for a draft model")
-        return self.cache, self.cached
+        return self.cache, self.cached, self.missed
 
 
 @jax.tree_util.register_dataclass
@@ -89,7 +90,7 @@ class DecodeState:
     ) -> "DecodeState":
         """All slots free. num_biases: logit biases of a request. draft_cache: of a draft model; pages as in `cache`.
 
-        draft_features: [num_seqs, num_steps + 1, d], of a head on the target's hidden states.
+        draft_features: [num_seqs, num_steps + 1, width], what a head keeps of the target's hidden states.
         """
         max_pages = -(-max_context // cache.page_size)
 
@@ -112,6 +113,7 @@ class DecodeState:
                 rejected=jnp.zeros((num_seqs, num_classes), jnp.float32),
                 cache=draft_cache,
                 cached=None if draft_cache is None else ints(),
+                missed=None if draft_cache is None else ints(),
                 features=draft_features,
             ),
         )

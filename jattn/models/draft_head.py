@@ -175,7 +175,7 @@ class DraftHead(nnx.Module):
         config, layers = target.config, target.config.num_layers
         if not all(0 <= tap <= layers for tap in taps):
             raise ValueError(f"taps={taps} of a target of {layers} layers: want 0 to {layers} each")
-        self.body, self.taps, self.feature_dim = body, taps, len(taps) * config.d_model
+        self.body, self.taps, self.feature_dim = body, taps, max(len(taps), 1) * config.d_model
         self.embed = target.embed if embed is None else nnx.Param(embed)
         self.embed_scale, self.weight_first = config.embed_scale, target.weight_first
         held = target.embed if config.tied_embeddings else target.lm_head.weight
@@ -207,9 +207,13 @@ class DraftHead(nnx.Module):
         read = self.body.readout(hidden)
         return project(read, self.rows[...], weight_first=self.weight_first, out_dtype=jnp.float32)
 
+    def kept(self, hidden: jax.Array, /) -> jax.Array:
+        """The target's hidden states, or of those with streams the streams: [..., all] -> [..., `feature_dim`]."""
+        return hidden[..., -self.feature_dim :]
+
     def features(self, hidden: jax.Array, /) -> jax.Array:
-        """Of the target's hidden states, or of its streams: [..., width] -> [..., d_model]."""
-        return self.body.features(hidden[..., -self.feature_dim :] if self.taps else hidden)
+        """Of the target's hidden states, or of what was kept of them: [..., all] -> [..., d_model]."""
+        return self.body.features(self.kept(hidden))
 
     def token_ids(self) -> jax.Array | None:
         """i32[n], or None."""

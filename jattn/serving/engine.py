@@ -12,17 +12,20 @@ import numpy as np
 from flax import nnx
 
 from jattn.combinators.costs import branches_wait
+from jattn.combinators.draft_shapes import NO_DRAFTS, DraftShape, round_costs
 from jattn.combinators.model_drafts import Lineage
 from jattn.combinators.ngram import NUM_CLASSES
 from jattn.combinators.state import DecodeState, Status
 from jattn.models.decoder import Decoder, new_cache
 from jattn.models.draft_head import DraftHead
 from jattn.sampling import TEMPERATURES, Logprobs, SamplerConfig
+from jattn.serving.adaptive import AdaptiveShape
 from jattn.serving.forms import FormOptions, PrefillForms
 from jattn.serving.programs import (
     ProgramConfig,
     Programs,
     Report,
+    check_width,
     compile_programs,
     empty_report,
     report_of,
@@ -49,6 +52,7 @@ class _InFlight:
     report: Report | None  # None while the program is being launched
     holders: tuple[Sequence | None, ...]  # who held each slot when the round was dispatched
     is_prefill: bool
+    shape: int = 0  # of the round, an index into the programs' rounds
 
 
 class Engine:
@@ -61,7 +65,9 @@ class Engine:
       sampler: what requests may ask for; what they may not is left out of the programs. topk, num_nodes: continuations
         of a draft tree, and its nodes with the newest token; topk 1 drafts chains. drafter: a draft model with the
         target's vocabulary, or a head on the target's hidden states; without one, drafts come from the request's own
-        text. lineage: which nodes a node of its tree sees, as in `combinators.model_drafts.propose`.
+        text. draft_shapes: what the draft model may draft, a program each, chosen round by round; by default the one of
+        num_steps, topk and num_nodes. lineage: which nodes a node of its tree sees, as in
+        `combinators.model_drafts.propose`.
       forms: of the prefill of an MLA model; by default what the policy says. num_prompt_tokens: of all requests that
         will come, where that is known: forms of more are not compiled, and what passes it is prefilled absorbed.
       on_program: hears (done, total) as each program is compiled.
@@ -83,6 +89,7 @@ class Engine:
         topk: int = 1,
         num_nodes: int | None = None,
         drafter: Decoder | DraftHead | None = None,
+        draft_shapes: tuple[DraftShape, ...] = (),
         lineage: Lineage = "parent",
         prefill_rows: tuple[int, ...] = (128,),
         max_stops: int = 8,
@@ -90,6 +97,12 @@ class Engine:
         num_prompt_tokens: int | None = None,
         on_program: Callable[[int, int], None] = lambda done, total: None,
     ):
+        if drafter is None:
+            draft_shapes = ()
+        elif not draft_shapes:
+            check_width(topk=topk, num_steps=num_steps, num_nodes=num_nodes, standalone=True)
+            draft_shapes = (DraftShape(num_steps=num_steps, topk=topk, num_nodes=num_nodes or num_steps + 1),)
+        num_steps = max((shape.num_steps for shape in draft_shapes), default=num_steps)
         self.config = ProgramConfig(
             num_seqs=num_slots,
             max_context=max_context,
@@ -100,7 +113,7 @@ class Engine:
             sampler=sampler,
             topk=topk,
             num_nodes=num_nodes,
-            standalone=drafter is not None,
+            draft_shapes=draft_shapes,
             lineage=lineage,
             forms=_forms_of(
                 model, num_slots, max_context, max(prefill_rows), forms or FormOptions(), num_prompt_tokens
@@ -113,11 +126,11 @@ class Engine:
         pool: dict[str, Any] = dict(num_pages=num_pages, page_size=page_size, dtype=kv_dtype)
         cache, draft_cache = new_cache(model.spec, num_layers=num_layers, layout=model.kv_layout, **pool), None
         if drafter is not None:
-            _check_vocabulary(model, drafter, topk)
+            _check_vocabulary(model, drafter, max(shape.topk for shape in draft_shapes))
             draft_cache = drafter.new_cache(**pool)
         features = None
         if isinstance(drafter, DraftHead):  # of the newest rows, which it has not read yet
-            features = jnp.zeros((num_slots, num_steps + 1, drafter.body.config.d_model), model.embed.dtype)
+            features = jnp.zeros((num_slots, num_steps + 1, drafter.feature_dim), model.embed.dtype)
         self.cache_bytes = cache.nbytes + (draft_cache.nbytes if draft_cache else 0)
         self._state = DecodeState.create(
             cache,
@@ -136,6 +149,9 @@ class Engine:
             page_size=page_size,
             max_context=max_context,
             rows_in_flight=self.config.rows_in_flight,
+        )
+        self.adaptive = AdaptiveShape(
+            draft_shapes or (NO_DRAFTS,), round_costs(kind), num_slots=num_slots, plain_costs=_plain_costs(self.config)
         )
         self._table = np.zeros(self._state.page_table.shape, np.int32)
         self._uploaded = 0  # changes of the pages' owners that the table holds
@@ -188,15 +204,17 @@ class Engine:
         """Dispatch one program; returns the one before it, if its report is not read yet."""
         self._upload_pages()
         holders = tuple(self.scheduler.slots)
-        waiting = self.scheduler.waiting_for_prefill()
+        waiting, shape = self.scheduler.waiting_for_prefill(), 0
         if waiting:
             rows = next((n for n in self.config.prefill_rows if n >= waiting), self.config.prefill_rows[-1])
             program, *args = self._prefill(rows)
         else:
-            program, args = self.programs.round, []
+            shape = self.adaptive.choose(sum(holder is not None for holder in holders))
+            program, args = self.programs.rounds[shape], []
             self.num_rounds += 1
         self._settled()
-        previous, self._pending = self._pending, _InFlight(report=None, holders=holders, is_prefill=waiting > 0)
+        flight = _InFlight(report=None, holders=holders, is_prefill=waiting > 0, shape=shape)
+        previous, self._pending = self._pending, flight
         self._start(program, *args)
         return previous
 
@@ -267,6 +285,8 @@ class Engine:
         """Wait for a report; what it says of each request that still runs."""
         assert flight.report is not None  # launched, or the one behind it would not be
         report, deltas = report_of(flight.report), []
+        if not flight.is_prefill:
+            self.adaptive.record(flight.shape, [count for count in report.counts if count])
         for slot, sequence in enumerate(flight.holders):
             if sequence is None or sequence.finish_reason is not None:
                 continue
@@ -285,11 +305,13 @@ class Engine:
             sequence.finish_reason = _REASONS.get(status)
             if sequence.finish_reason is not None:
                 self.scheduler.finish(sequence)  # the device has stopped it already
+                self.adaptive.finished()
             deltas.append(Delta(sequence=sequence, new_ids=new_ids, finish_reason=sequence.finish_reason))
         self._spares.append(flight.report)
         return deltas
 
     def _admit(self, sequence: Sequence) -> None:
+        self.adaptive.admitted(sum(holder is not None for holder in self.scheduler.slots))
         request, known = sequence.request, sequence.known_ids
         tokens = np.zeros(self.config.max_context, np.int32)
         tokens[: len(known)] = known
@@ -351,6 +373,11 @@ def _forms_of(
         prefill_rows=rows,
         options=options,
     )
+
+
+def _plain_costs(config: ProgramConfig) -> tuple[tuple[int, float], ...]:
+    # of rounds without drafts: requests that each of their shapes holds
+    return tuple((shape.rows, shape.cost) for shape in config.shapes(NO_DRAFTS))
 
 
 def _check_vocabulary(model: Decoder, drafter: Decoder | DraftHead, topk: int) -> None:

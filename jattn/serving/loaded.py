@@ -11,10 +11,11 @@ from typing import Any
 import jax
 
 from jattn.backends import BackendPolicy, policy_named
+from jattn.combinators.draft_shapes import NO_DRAFTS, DraftShape, round_costs, worth_compiling
 from jattn.combinators.tree import num_candidates
 from jattn.dispatch import AttnForwardMethod
 from jattn.loaders.draft_heads import read_head
-from jattn.loaders.models import locate_head
+from jattn.loaders.models import has_head, locate_head
 from jattn.loaders.shape import ModelShape
 from jattn.loaders.tokenizer import Tokenizer
 from jattn.models.config import ModelConfig
@@ -35,11 +36,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 MAX_TOPK = 8
 _NUM_NODES = 16  # of a tree by default: on two CPU cores a step of 16 rows costs twice that of one
 _NUM_NODES_EAGLE = 8  # the same, with a draft head: most of what 16 give, at half the rows
-_NUM_STEPS = {
-    "standalone": 3,
-    "eagle": 3,
-    "nextn": 3,
-}  # by default; a step of a draft model costs, one of an n-gram does not
+# by default; a step of a draft model costs, one of an n-gram does not
+_NUM_STEPS = {"standalone": 3, "eagle": 3, "nextn": 3}
+_PROGRAMS = {"cpu": 1}  # of rounds that draft, where they are chosen: each takes 10 s to compile there
+_MOST_PROGRAMS = 3
 _BELONGS = {
     "draft_model": ("standalone", "eagle"),
     "draft_layers": ("standalone",),
@@ -56,9 +56,12 @@ class Options:
     Args:
       model: a GGUF file, a Hugging Face folder, or a name of the model table.
       draft: "none", "ngram" (from the request's own text), "standalone" (from a draft model), "eagle" (from a draft
-      head on the model's hidden states), or "nextn" (from the model's own layer for it). num_steps: drafts a round, or
-      the depth of a tree: 15, with a draft model, "nextn" or "eagle" 3, of a tree with "eagle" 5.
+      head on the model's hidden states), or "nextn" (from the model's own layer for it); None is "eagle" where a head
+      for the model comes with the package, else "ngram".
+      num_steps: drafts a round, or the depth of a tree: 15, with a draft model or "nextn" 3.
       topk: continuations of a draft tree; 1 drafts a chain. num_draft_tokens: its nodes, the newest token included.
+      With "eagle", without num_steps and num_draft_tokens, shapes come from the table of round costs, of this topk or
+      of any, and are chosen round by round from what is accepted; no drafts where none is worth its cost.
       draft_model: as `model`, with the same vocabulary; None is the model itself. With "eagle" the folder of an EAGLE
       or EAGLE-3 head; None is the one that comes with the package for the model. draft_layers: the draft model's first
       layers only.
@@ -76,9 +79,9 @@ class Options:
     """
 
     model: str = "smollm2-135m-instruct"
-    draft: str = "ngram"
+    draft: str | None = None
     num_steps: int | None = None
-    topk: int = 1
+    topk: int | None = None
     num_draft_tokens: int | None = None
     draft_model: str | None = None
     draft_layers: int | None = None
@@ -116,11 +119,11 @@ class Options:
     disable_chunked_prefix: bool = False
 
     def __post_init__(self):
+        if self.draft is None:
+            with_head = has_head(self.model) and self.random_weights is None and not self.as_mla
+            object.__setattr__(self, "draft", "eagle" if with_head and self.draft_layers is None else "ngram")
         if self.draft not in DRAFTS:
             raise ValueError(f"draft {self.draft!r} is unknown: want one of {', '.join(DRAFTS)}")
-        if self.num_steps is None:
-            steps = 5 if self.draft == "eagle" and self.topk > 1 else _NUM_STEPS.get(self.draft, 15)
-            object.__setattr__(self, "num_steps", steps)
         if not 1 <= self.drafts <= 63:
             raise ValueError(
                 f"num_steps={self.num_steps}: want 1 to 63 drafts a round; --draft none turns drafting off"
@@ -146,9 +149,31 @@ class Options:
 
     @property
     def drafts(self) -> int:
-        """`num_steps`, once it is chosen."""
-        assert self.num_steps is not None
-        return self.num_steps
+        """`num_steps`, or what it is by default."""
+        if self.num_steps is not None:
+            return self.num_steps
+        return 5 if self.draft == "eagle" and self.branches > 1 else _NUM_STEPS.get(self.draft or "", 15)
+
+    @property
+    def branches(self) -> int:
+        """`topk`, or what it is by default."""
+        return 1 if self.topk is None else self.topk
+
+    def draft_shapes(self, kind: str, num_seqs: int, *, trees: bool) -> tuple[DraftShape, ...]:
+        """What a draft model may draft for a batch on a platform of `kind`, the first also where nothing is known.
+
+        Args: trees: whether the policy allows them, where `topk` leaves it open.
+        """
+        chosen = self.draft == "eagle" and self.num_steps is None and self.num_draft_tokens is None
+        if not chosen or self.rejection_sampling:
+            return (DraftShape(num_steps=self.drafts, topk=self.branches, num_nodes=self.num_nodes or self.drafts + 1),)
+        costs, topk = round_costs(kind), self.topk if trees or self.topk else 1
+        if topk not in (None, *(shape.topk for shape in costs.over_plain)):
+            shape = DraftShape(num_steps=self.drafts, topk=self.branches, num_nodes=self.num_nodes or self.drafts + 1)
+            return (NO_DRAFTS, shape)
+        return NO_DRAFTS, *worth_compiling(
+            costs, num_seqs=num_seqs, topk=topk, most=_PROGRAMS.get(kind, _MOST_PROGRAMS)
+        )
 
     def sampler_config(self) -> SamplerConfig:
         """What the programs must hold for these requests."""
@@ -160,9 +185,10 @@ class Options:
     @property
     def num_nodes(self) -> int | None:
         """Nodes of a draft tree; None for a chain."""
-        if self.topk == 1:
+        topk = self.branches
+        if topk == 1:
             return self.num_draft_tokens
-        most = 1 + (num_candidates(self.topk, self.drafts) if self.draft in _OF_MODELS else self.topk * self.drafts)
+        most = 1 + (num_candidates(topk, self.drafts) if self.draft in _OF_MODELS else topk * self.drafts)
         return self.num_draft_tokens or min(_NUM_NODES_EAGLE if self.draft == "eagle" else _NUM_NODES, most)
 
     def form_options(self) -> FormOptions:
@@ -177,14 +203,14 @@ class Options:
         )
 
     def _check_tree(self) -> None:
-        if not 1 <= self.topk <= MAX_TOPK:
+        if not 1 <= self.branches <= MAX_TOPK:
             raise ValueError(f"topk={self.topk}: want 1 (a chain) to {MAX_TOPK} continuations")
-        if self.draft == "none" and (self.topk > 1 or self.num_draft_tokens is not None):
+        if self.draft == "none" and (self.branches > 1 or self.num_draft_tokens is not None):
             raise ValueError(
                 f"topk={self.topk}, num_draft_tokens={self.num_draft_tokens} with draft 'none': leave them out"
             )
         check_width(
-            topk=self.topk, num_steps=self.drafts, num_nodes=self.num_nodes, standalone=self.draft in _OF_MODELS
+            topk=self.branches, num_steps=self.drafts, num_nodes=self.num_nodes, standalone=self.draft in _OF_MODELS
         )
 
     def _check_draft_model(self) -> None:
@@ -195,7 +221,7 @@ class Options:
             locate_head(self.model)
         if self.draft_layers is not None and self.draft_layers < 1:
             raise ValueError(f"draft_layers={self.draft_layers}: want at least 1, or leave it out for all")
-        if self.rejection_sampling and self.topk > 1:
+        if self.rejection_sampling and self.branches > 1:
             raise ValueError(f"rejection_sampling with topk={self.topk}: its drafts are chains, so want topk 1")
 
     def request(self, prompt_ids: Sequence[int], *, index: int = 0, stop_ids: tuple[int, ...] = ()) -> Request:
@@ -292,7 +318,7 @@ def load(options: Options, progress: Progress = lambda what, done, total: None) 
         if head is None:
             drafter = build_next_head(source, model)
         else:
-            place: dict[str, Any] = dict(platform=platform, rules=rules, page_size=page_size, topk=options.topk)
+            place: dict[str, Any] = dict(platform=platform, rules=rules, page_size=page_size, topk=options.branches)
             place["prefer"] = options.prefer
             drafter = build_head(head, model, **place)
     elif options.draft == "standalone" and options.draft_model not in (None, options.model):
@@ -355,7 +381,7 @@ def _build(
         platform=platform,
         rules=rules,
         page_size=page_size,
-        topk=options.topk,
+        topk=options.branches,
         dtype=options.dtype,
         kv_dtype=options.kv_dtype,
         as_mla=options.as_mla if as_mla is None else as_mla,

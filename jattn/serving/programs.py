@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jattn.combinators.costs import Variant, branches_wait, variants
+from jattn.combinators.draft_shapes import NO_DRAFTS, DraftShape
 from jattn.combinators.extend import admit, extend, release
 from jattn.combinators.model_drafts import LanguageModel, Lineage, rows_ahead
 from jattn.combinators.ngram import check_trie
@@ -49,42 +50,52 @@ class ProgramConfig:
 
     num_seqs: int
     max_context: int
-    num_steps: int  # drafts a request and round; 0 decodes plainly
+    num_steps: int  # drafts a request and round, at most; 0 decodes plainly
     max_stops: int
     prefill_rows: tuple[int, ...]  # chunk sizes, ascending
     kind: str  # of the platform, for the cost table
     sampler: SamplerConfig  # what requests may ask for; what they may not is left out of the programs
     topk: int = 1  # continuations of a draft tree; 1 drafts a chain
     num_nodes: int | None = None  # of a tree, the newest token included; a chain has num_steps + 1
-    standalone: bool = False  # a draft model proposes, instead of the request's own text
+    draft_shapes: tuple[DraftShape, ...] = ()  # of a draft model, a program each; () drafts from the request's own text
     lineage: Lineage = "parent"  # of a draft model's tree, as in `model_drafts.propose`
     forms: PrefillForms | None = None  # of an MLA model
 
     def __post_init__(self):
-        if self.sampler.rejection and not (self.standalone and self.topk == 1):
+        if self.sampler.rejection and not (self.standalone and all(shape.topk == 1 for shape in self.draft_shapes)):
             raise ValueError(
-                f"rejection sampling with standalone={self.standalone}, topk={self.topk}: it wants chains (topk 1) of "
-                "a draft model, whose probabilities it weighs"
+                f"rejection sampling with draft_shapes={self.draft_shapes}: it wants chains (topk 1) of a draft model, "
+                "whose probabilities it weighs"
             )
-        if self.standalone and self.num_steps < 1:
-            raise ValueError(f"num_steps={self.num_steps} with a draft model: want at least 1")
-        check_width(topk=self.topk, num_steps=self.num_steps, num_nodes=self.num_nodes, standalone=self.standalone)
+        if self.standalone and self.num_steps != max(shape.num_steps for shape in self.draft_shapes):
+            raise ValueError(f"num_steps={self.num_steps} with draft_shapes={self.draft_shapes}: want the most of them")
+        if not self.standalone:
+            check_width(topk=self.topk, num_steps=self.num_steps, num_nodes=self.num_nodes)
+
+    @property
+    def standalone(self) -> bool:
+        """Whether a draft model proposes."""
+        return bool(self.draft_shapes)
 
     @property
     def width(self) -> int:
         """Rows of a request in the widest target step."""
+        if self.standalone:
+            return max(shape.num_nodes for shape in self.draft_shapes)
         return self.num_nodes or self.num_steps + 1
 
     @property
     def rows_in_flight(self) -> int:
         """Rows of a request that two rounds may write before the host hears of the first."""
-        ahead = 2 + rows_ahead(topk=self.topk, num_steps=self.num_steps) if self.standalone else 0
-        return self.num_steps + 1 + max(self.width, ahead)
+        drafting = [shape for shape in self.draft_shapes if shape != NO_DRAFTS]
+        ahead = [2 + rows_ahead(topk=shape.topk, num_steps=shape.num_steps) for shape in drafting]
+        return self.num_steps + 1 + max(self.width, *ahead, 0)
 
-    @property
-    def shapes(self) -> tuple[Variant, ...]:
-        """Target-step shapes inside the round."""
-        return variants(num_seqs=self.num_seqs, num_steps=self.width - 1, kind=self.kind, standalone=self.standalone)
+    def shapes(self, drafts: DraftShape | None = None) -> tuple[Variant, ...]:
+        """Target-step shapes inside the round; with a draft model, inside the round that drafts so."""
+        width = self.width if drafts is None else drafts.num_nodes
+        of_model = drafts is not None and drafts != NO_DRAFTS
+        return variants(num_seqs=self.num_seqs, num_steps=width - 1, kind=self.kind, standalone=of_model)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +107,7 @@ class Programs:
     weights: `weights_of` the model's and the draft model's parameters.
     """
 
-    round: Callable  # (weights, state, report) -> (state, report)
+    rounds: tuple[Callable, ...]  # (weights, state, report) -> (state, report); one, or one a shape of `draft_shapes`
     prefill: dict[tuple[int, AttnForwardMethod | None], Callable]  # (weights, state, report, q_lens) -> the same
     admit: Callable  # (state, ...) -> state
     release: Callable  # (state, slot) -> state
@@ -120,8 +131,15 @@ def empty_report(config: ProgramConfig) -> Report:
     return words, Chosen.none(shape, config.sampler).logprobs
 
 
-def _words(report: RoundReport) -> Report:
+def _words(report: RoundReport, width: int) -> Report:
     # one array: each that is copied to the host costs some 60 microseconds of a GPU's round
+    if extra := width - report.tokens.shape[1]:
+
+        def wider(x):
+            return jnp.pad(x, [(0, 0), (0, extra)] + [(0, 0)] * (x.ndim - 2))
+
+        tokens, logprobs = jax.tree.map(wider, (report.tokens, report.logprobs))
+        report = dataclasses.replace(report, tokens=tokens, logprobs=logprobs)
     columns = jnp.stack([report.counts, report.drafted, report.status], axis=1)
     return jnp.concatenate([columns, report.tokens], axis=1), report.logprobs
 
@@ -169,7 +187,7 @@ def compile_programs(
         ready[name] = lower().compile()
         on_program(len(ready), len(table))
     return Programs(
-        round=ready["round"],
+        rounds=tuple(ready[name] for name in _round_names(config)),
         prefill={key: ready[_prefill_name(*key)] for key in _prefill_keys(config)},
         **{name: ready[name] for name in ("admit", "release", "pages", "report")},
     )
@@ -195,7 +213,7 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
     def with_model(function, weights, state, held, *args):
         params = jax.tree.unflatten(treedef, weights)
         state, report = function(*_prepared(*nnx.merge(graphdef, params)), state, *args)
-        return state, _in_place_of(held, _words(report))
+        return state, _in_place_of(held, _words(report, config.num_steps + 1))
 
     def prefill(*args, method: AttnForwardMethod | None, **kwargs):
         model, *drafter, state, q_lens = args
@@ -203,18 +221,10 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
             model = WithForm(model, config.forms.form(method, state, q_lens))
         return extend(model, state, q_lens, drafter=drafter[0] if drafter else None, **kwargs)
 
-    common: dict[str, Any] = dict(num_steps=config.num_steps, shapes=config.shapes, sampler=config.sampler)
-    # a draft model's round has one shape: without a branch there is nothing to wait for, and no cache to be copied
-    common |= dict(may_skip=not (config.standalone or branches_wait(config.kind)))
-    if config.standalone:
-        step = functools.partial(
-            model_round, topk=config.topk, num_nodes=config.width, lineage=config.lineage, **common
-        )
-    elif config.topk > 1:
-        step = functools.partial(tree_round, topk=config.topk, num_nodes=config.width, **common)
-    else:
-        step = functools.partial(decode_round, **common)
-    table = {"round": lower(functools.partial(with_model, step), weights, state, report, donate=(1, 2))}
+    table = {
+        name: lower(functools.partial(with_model, step), weights, state, report, donate=(1, 2))
+        for name, step in zip(_round_names(config), _rounds(config), strict=True)
+    }
     for rows, method in _prefill_keys(config):
         chunk = functools.partial(
             prefill, method=method, rows=rows, report_width=config.num_steps + 1, sampler=config.sampler
@@ -229,6 +239,31 @@ def _lowerings(graphdef, params, state, config: ProgramConfig) -> dict[str, Call
     table["pages"] = lower(_in_place_of, state.page_table, ints(state.page_table.shape), donate=0)
     table["report"] = lower(lambda held, spare: _in_place_of(spare, held), report, report, donate=1)
     return table
+
+
+def _rounds(config: ProgramConfig) -> list[Callable]:
+    branches = not branches_wait(config.kind)
+    common: dict[str, Any] = dict(sampler=config.sampler)
+    if not config.standalone:
+        common |= dict(num_steps=config.num_steps, shapes=config.shapes(), may_skip=branches)
+        if config.topk > 1:
+            return [functools.partial(tree_round, topk=config.topk, num_nodes=config.width, **common)]
+        return [functools.partial(decode_round, **common)]
+    common |= dict(lineage=config.lineage, max_behind=config.num_steps + 1)
+    return [
+        functools.partial(
+            model_round,
+            **dataclasses.asdict(drafts),
+            shapes=config.shapes(drafts),
+            may_skip=branches and drafts == NO_DRAFTS,  # else one shape: nothing to wait for
+            **common,
+        )
+        for drafts in config.draft_shapes
+    ]
+
+
+def _round_names(config: ProgramConfig) -> list[str]:
+    return [f"round with {drafts}" for drafts in config.draft_shapes] or ["round"]
 
 
 def _in_place_of[T](old: T, new: T) -> T:

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Iterator, Sequence
 
+from jattn.backends import policy_named
+from jattn.combinators.draft_shapes import NO_DRAFTS, DraftShape
 from jattn.loaders.chat import render_chat
 from jattn.loaders.tokenizer import StopTexts, StreamDecoder
 from jattn.platforms import detect
@@ -10,7 +12,7 @@ from jattn.serving.compilations import counting
 from jattn.serving.engine import Delta, Engine
 from jattn.serving.loaded import Completion, LoadedModel, Options, Piece, Progress, peak_rss_bytes
 from jattn.serving.request import check_ids
-from jattn.spec import KV_DTYPES
+from jattn.spec import KV_DTYPES, MLASpec
 
 Prompt = str | Sequence[int]
 _PREFILL_ROWS_CPU = (128,)  # of a prefill step
@@ -37,7 +39,8 @@ class Session:
         max_context = self._max_context()
         num_slots = min(len(self.prompt_ids), options.max_batch)
         pages_each = -(-max_context // loaded.page_size)
-        num_steps = 0 if options.draft == "none" else options.drafts
+        shapes = () if loaded.drafter is None else self._draft_shapes(num_slots)
+        drafting = options.draft != "none" and shapes != (NO_DRAFTS,)
         with counting() as count:
             self.engine = Engine(
                 loaded.model,
@@ -46,13 +49,14 @@ class Session:
                 num_pages=options.num_pages or num_slots * pages_each,
                 page_size=loaded.page_size,
                 max_context=max_context,
-                num_steps=num_steps,
-                topk=options.topk,
-                num_nodes=options.num_nodes,
+                num_steps=options.drafts if drafting else 0,
+                topk=options.branches if drafting else 1,
+                num_nodes=options.num_nodes if drafting else None,
+                draft_shapes=shapes,
                 kind=loaded.platform.kind,
                 prefill_rows=_prefill_rows(sum(map(len, self.prompt_ids))),
                 sampler=options.sampler_config(),
-                drafter=loaded.drafter,
+                drafter=loaded.drafter if drafting else None,
                 kv_dtype=KV_DTYPES[options.kv_dtype] if options.kv_dtype else loaded.model.embed.dtype,
                 forms=options.form_options(),
                 num_prompt_tokens=sum(map(len, self.prompt_ids)),
@@ -120,13 +124,20 @@ class Session:
             finish_reason=sequence.finish_reason or "stop",
             new_tokens=len(sequence.new_ids),
             tokens_per_s=len(sequence.new_ids) / elapsed,
-            draft=self.options.draft,
+            draft=self.options.draft or "none",
             mean_accept=sequence.mean_accept,
             compilations=self.compilations + compiled,
             compilations_while_serving=compiled,
             peak_rss_bytes=peak_rss_bytes(),
             logprobs=None if self.options.logprobs is None else list(sequence.logprobs),
         )
+
+    def _draft_shapes(self, num_slots: int) -> tuple[DraftShape, ...]:
+        attn, page_size = self.loaded.model.layers[0].attn, self.loaded.page_size
+        rules = policy_named(attn.choice.policy)
+        widest = rules.legal_topk(is_mla=isinstance(attn.spec, MLASpec))
+        trees = widest is None and (rules.paged_trees or page_size == 1)
+        return self.options.draft_shapes(self.loaded.platform.kind, num_slots, trees=trees)
 
     def _encode(self, at: int, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -55,7 +55,7 @@ class Trainer:
         )
         # copies: a step donates them, and the target may hold one of these arrays, too
         params = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
-        width = head.feature_dim or target.config.d_model
+        width = head.feature_dim
         self.start = Progress(params, jnp.ones(width, jnp.float32), self._empty(params), jnp.int32(0))
         target_def, self._target = nnx.split(target)
 

@@ -90,7 +90,7 @@ def test_candidates_are_those_of_the_head_run_over_each_path(kind):
         max_stops=1,
         num_classes=5,
         draft_cache=cache_of(head),
-        draft_features=jnp.zeros((1, STEPS + 1, model.config.d_model)),
+        draft_features=jnp.zeros((1, STEPS + 1, head.feature_dim)),
     )
     state = dataclasses.replace(
         state,

@@ -136,11 +136,11 @@ def test_requests_submitted_while_others_run_are_served(engines):
 
 def test_results_are_read_one_round_late(engines, monkeypatch):
     engine, events = engines["plain"], []
-    dispatch, read = engine.programs.round, engine._read
-    object.__setattr__(engine.programs, "round", lambda *a: (events.append("dispatch"), dispatch(*a))[1])
+    (dispatch,), read = engine.programs.rounds, engine._read
+    object.__setattr__(engine.programs, "rounds", (lambda *a: (events.append("dispatch"), dispatch(*a))[1],))
     monkeypatch.setattr(engine, "_read", lambda flight: (events.append("read"), read(flight))[1])
     serve(engine, [PROMPTS[1]], max_new_tokens=6)
-    object.__setattr__(engine.programs, "round", dispatch)
+    object.__setattr__(engine.programs, "rounds", (dispatch,))
     # prefill, then every read stands behind the dispatch of the round after it
     assert events[:4] == ["dispatch", "read", "dispatch", "read"]
     assert events.index("dispatch") < events.index("read")

@@ -1,5 +1,6 @@
 """Drafts from heads on the target's hidden states: the same tokens as without drafts, whatever they propose."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from engines import BRANCHING, BRANCHING_OPTIONS, plain_ids, quick_programs, ser
 from tiny_model import tiny
 
 import jattn
+from jattn.combinators.draft_shapes import NO_DRAFTS, DraftShape, chain
 from jattn.sampling import SamplerConfig
 from jattn.serving.compilations import counting
 
@@ -24,7 +26,7 @@ def plain():
 @pytest.mark.parametrize(
     ("kind", "topk", "num_steps", "num_nodes", "num_ids", "page_size"),
     [
-        ("eagle3", 4, 4, 16, 64, 4),
+        pytest.param("eagle3", 4, 4, 16, 64, 4, marks=LONG),
         pytest.param("eagle3", 1, 5, 6, None, 1, marks=LONG),
         pytest.param("eagle", 1, 3, 4, 64, 16, marks=LONG),
         pytest.param("eagle", 8, 2, 16, None, 64, marks=LONG),
@@ -52,6 +54,30 @@ def test_any_head_gives_the_tokens_of_plain_decoding(plain, kind, topk, num_step
             assert all(sequence.num_drafted for sequence in sequences)
     assert count.value == 0
     assert engine.scheduler.pages.num_free == engine.scheduler.num_pages
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes"),
+    [
+        ("eagle3", (NO_DRAFTS, DraftShape(num_steps=4, topk=4, num_nodes=16))),
+        pytest.param("eagle", (chain(3), NO_DRAFTS, chain(1)), marks=LONG),
+        pytest.param("standalone", (NO_DRAFTS, chain(2), DraftShape(num_steps=2, topk=2, num_nodes=5)), marks=LONG),
+    ],
+)
+def test_rounds_of_several_shapes_follow_each_other(plain, kind, shapes):
+    model = tiny()
+    drafter = model if kind == "standalone" else draft_head(model, kind, num_ids=64)
+    engine = tiny_engine(model=model, drafter=drafter, num_steps=0, draft_shapes=shapes)
+    sequences = []
+    order = itertools.cycle([*range(len(shapes)), 0, 0])
+    engine.adaptive.choose = lambda num_active: next(order)
+    with counting() as count:
+        for temperature, want in plain.items():
+            sequences = serve(engine, BRANCHING, temperature=temperature, **BRANCHING_OPTIONS)
+            assert [sequence.new_ids for sequence in sequences] == want
+    assert count.value == 0
+    if kind == "standalone":  # which agrees with itself, also behind tokens that it never read
+        assert sum(s.num_round_tokens for s in sequences) > 1.1 * sum(s.num_rounds for s in sequences)
 
 
 @LONG
