@@ -17,7 +17,7 @@ from pallas_kernels._common import masks
 from pallas_kernels._common.masks import Rules
 from pallas_kernels.attention import mosaic_gpu_sm90_schedule as schedules
 from pallas_kernels.mla import mosaic_gpu_sm90 as mla
-from pallas_kernels.mla.mosaic_gpu_sm90_config import Config, columns_fit, heuristic
+from pallas_kernels.mla.mosaic_gpu_sm90_config import Config, heuristic
 
 _ROTATION_BYTES = 200e6  # over three times the L2
 _MAX_SETS = 48
@@ -85,7 +85,6 @@ class Latent:
             num_seqs=self.batch,
             k_dim=_LATENT + _ROPE,
             kv_room=self.pages * self.page,
-            columns=columns_fit(latent_dim=_LATENT, rope_dim=_ROPE, page_size=self.page, packed=False),
         )
 
     def data(self) -> tuple[list, dict, Any]:

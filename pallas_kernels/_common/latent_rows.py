@@ -6,6 +6,8 @@ and 64.
 Source of that row: https://github.com/deepseek-ai/FlashMLA (its FP8 KV cache format).
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -67,7 +69,8 @@ def unpack(rows: jax.Array, latent_dim: int, dtype) -> jax.Array:
 
 def _bits(x: jax.Array) -> jax.Array:
     # [tokens, n] of a wide dtype, or [tokens, n, 1] of bytes -> u8[tokens, bytes]
-    return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(x.shape[0], -1)
+    tokens, *rest = x.shape  # the width by itself: of no token it could not be inferred
+    return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(tokens, math.prod(rest) * x.dtype.itemsize)
 
 
 def _from_bits(x: jax.Array, dtype) -> jax.Array:

@@ -175,7 +175,7 @@ class _Computing:
 
     def _scores(self, turn, at):
         q_at = self._q_stage(turn) * self.static.config.groups + self.who
-        return products.start_scores([self.smem["q"]], q_at, [self.smem["k"]], lax.rem(at, self.stages))
+        return products.start_scores(self.smem["q"], q_at, self.smem["k"], lax.rem(at, self.stages))
 
     def _first(self, turn, tile: Tile, at):
         # weights of a tile's first block, with nothing beside

@@ -6,8 +6,6 @@ block between its turn and its products. Source: the PTX manual, "Asynchronous w
 # Inline code and the decorators of `jax.experimental.pallas.mosaic_gpu` are typed more loosely than what they make.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportPrivateImportUsage=false
 
-from collections.abc import Sequence
-
 import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
@@ -25,39 +23,27 @@ _DEPTH = 16  # of one instruction, in elements of 16 bits
 _SWIZZLES = {128: 1, 64: 2, 32: 3}
 
 
-def start_scores(q_refs: Sequence, q_at, k_refs: Sequence, k_at, swizzles: Sequence[int] | None = None) -> jax.Array:
-    """Start q_ref[q_at] [64, d] times k_ref[k_at] [n, d] transposed, summed over the references -> f32 [64, n].
+def start_scores(q_ref, q_at, k_ref, k_at) -> jax.Array:
+    """Start q_ref[q_at] [64, d] times k_ref[k_at] [n, d] transposed -> f32 [64, n], for `finished`; a group of its own.
 
-    For `finished`; a group of its own. All lie in shared memory as `copies.tiled` has them, pairs of one width each.
-
-    Args:
-      swizzles: of the pairs, in bytes, where they are not the widest that fit.
+    Both lie in shared memory as `copies.tiled` has them.
     """
-    n, dtype = k_refs[0].shape[1], jnp.dtype(q_refs[0].dtype)
-    widths = [ref.shape[2] for ref in q_refs]
-    given = [
-        copies.transforms(width, 2, swizzle)
-        for width, swizzle in zip(widths, swizzles or [None] * len(widths), strict=True)
-    ]
-    kind = {"bfloat16": "bf16", "float16": "f16"}[dtype.name]
+    width, n, dim = q_ref.shape[2], k_ref.shape[1], jnp.dtype(q_ref.dtype)
+    swizzle, layout = copies.transforms(width, 2)
+    kind = {"bfloat16": "bf16", "float16": "f16"}[dim.name]
     scalar = plgpu.Layout.WG_SPLAT(())
     result = plgpu.ShapeDtypeStruct((64, n), jnp.float32, layout=TILE)
-    layouts = [plgpu.RefType(layout) for _, layout in given]
 
-    @plgpu.inline_mgpu(arg_types=(*layouts, *layouts, scalar, scalar), return_type=result)
-    def inline(_, *refs):
-        *refs, q_at, k_at = refs
-        q_at, k_at = rows_io.value_of(q_at), rows_io.value_of(k_at)
-        ends = []
-        for q, k, width, (swizzle, _) in zip(refs[: len(widths)], refs[len(widths) :], widths, given, strict=True):
-            ends.append((_descriptor(q, q_at, 64, width, swizzle), _descriptor(k, k_at, n, width, swizzle)))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(layout), plgpu.RefType(layout), scalar, scalar), return_type=result)
+    def inline(_, q, k, q_at, k_at):
+        a = _descriptor(q, rows_io.value_of(q_at), 64, width, swizzle)
+        b = _descriptor(k, rows_io.value_of(k_at), n, width, swizzle)
         copies.asm("wgmma.fence.sync.aligned;")
         registers: list = []
-        for (a, b), width, (swizzle, _) in zip(ends, widths, given, strict=True):
-            for step in range(width // _DEPTH):
-                column = step * _DEPTH * 2
-                offset = column // swizzle * 8 * swizzle + column % swizzle
-                registers = _multiply(registers, _advanced(a, offset), _advanced(b, offset), n, kind)
+        for step in range(width // _DEPTH):
+            column = step * _DEPTH * 2
+            offset = column // swizzle * 8 * swizzle + column % swizzle
+            registers = _multiply(registers, _advanced(a, offset), _advanced(b, offset), n, kind)
         copies.asm("wgmma.commit_group.sync.aligned;")
         regs = np.empty(TILE.to_mgpu().registers_shape((64, n)), dtype=object)
         # registers of the instruction go through columns first, 8 at a time: (row, row, row + 8, row + 8)
@@ -66,7 +52,7 @@ def start_scores(q_refs: Sequence, q_at, k_refs: Sequence, k_at, swizzles: Seque
             regs[place] = vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), registers[first : first + 2])
         return mgpu.FragmentedArray(_registers=regs, _layout=TILE.to_mgpu(), _is_signed=None)
 
-    return inline(*q_refs, *k_refs, jnp.asarray(q_at, jnp.int32), jnp.asarray(k_at, jnp.int32))
+    return inline(q_ref, k_ref, jnp.asarray(q_at, jnp.int32), jnp.asarray(k_at, jnp.int32))
 
 
 def finished(scores: jax.Array, *, under_way: int) -> jax.Array:

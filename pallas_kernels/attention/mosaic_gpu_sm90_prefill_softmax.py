@@ -42,7 +42,7 @@ def weigh(static: Static, tile: Tile, block, start, scale, scores, top, total):
     new = jnp.maximum(top, jnp.max(scores, axis=1) * unit)  # as sm_scale > 0
     safe = jnp.where(new == -jnp.inf, 0.0, new)  # a row that saw nothing yet: exp2(-inf - 0), not -inf + inf
     decay = jnp.exp2(top - safe)
-    weights, total = powers(static.config.polynomial, scores, unit, safe, total * decay)
+    weights, total = _powers(static.config.polynomial, scores, unit, safe, total * decay)
     return weights, decay, new, total
 
 
@@ -96,11 +96,8 @@ def _bounds(rules, group: int, place, kv_len, first, start, row, lane_col):
     return arith.subi(mine, arith.addi(near, constant(min(rules.sliding_window, _FAR) - 1))), high
 
 
-def powers(polynomial: int, scores, unit, top, total):
-    """2 ** (scores * unit - top), and `total` plus this thread's own of each row, see `row_sum`.
-
-    polynomial: how many of 16 pairs are made by multiply-adds and not by the unit for powers.
-    """
+def _powers(polynomial: int, scores, unit, top, total):
+    # 2 ** (scores * unit - top), and `total` plus this thread's own of each row
     result = plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout=TILE)
     sums = plgpu.ShapeDtypeStruct((scores.shape[0],), jnp.float32, layout=ROW)
 

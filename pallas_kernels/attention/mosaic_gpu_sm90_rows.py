@@ -159,9 +159,7 @@ def _kept(address, count: int):
     return llvm.inline_asm(kind, [address], text, constraints, has_side_effects=True)
 
 
-def store(
-    ref, value: jax.Array, rows: Rows, *, start: jax.Array | int = 0, column: jax.Array | int = 0, interpret: bool
-) -> None:
+def store(ref, value: jax.Array, rows: Rows, *, start: jax.Array | int = 0, column: int = 0, interpret: bool) -> None:
     """Store those rows of a tile that exist: `value` [64, n] holds tile rows `start` and columns `column` and on."""
     if interpret:
         for i in range(min(value.shape[0], rows.most)):
@@ -173,12 +171,9 @@ def store(
         return
     scalar = plgpu.Layout.WG_SPLAT(())
 
-    known = column if isinstance(column, int) else 0
-    scalars = [rows.first, rows.offset, rows.used, start, *([] if isinstance(column, int) else [column])]
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE, *[scalar] * len(scalars)))
-    def inline(_, gmem, tile, *scalars):
-        first, offset, used, begin, *columns = (value_of(x) for x in scalars)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE, *[scalar] * 4))
+    def inline(_, gmem, tile, first, offset, used, begin):
+        first, offset, used, begin = (value_of(x) for x in (first, offset, used, begin))
         kind = utils.dtype_to_ir_type(ref.dtype)
         bits = ir.IntegerType.get_signless(2 * utils.bitwidth(kind))
         base = utils.memref_ptr(gmem)
@@ -190,10 +185,9 @@ def store(
                 row_at[row] = exists, address_of(array_row(tile_row, first, offset, rows), ref.shape[1], base, kind)
             exists, address = row_at[row]
             word = llvm.bitcast(bits, tile.registers[place])
-            at = plus(lane_col, known + col)
-            store_if(exists, utils.getelementptr(address, [plus(at, columns[0]) if columns else at], kind), word)
+            store_if(exists, utils.getelementptr(address, [plus(lane_col, column + col)], kind), word)
 
-    inline(ref, value, *(jnp.asarray(x, jnp.int32) for x in scalars))
+    inline(ref, value, *(jnp.asarray(x, jnp.int32) for x in (rows.first, rows.offset, rows.used, start)))
 
 
 def store_vector(ref, value: jax.Array, rows: Rows, *, start: jax.Array | int = 0, interpret: bool) -> None:

@@ -6,8 +6,6 @@ Source: arXiv:2405.04434, section 2.1 (DeepSeek-V2); arXiv:2309.06180 (paging); 
 # Settings are passed on as mappings, which the checker cannot follow, and `pl.kernel` is typed as a decorator.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -18,15 +16,7 @@ from pallas_kernels._common.masks import Rules
 from pallas_kernels.attention import mosaic_gpu_sm90_schedule as schedules
 from pallas_kernels.attention.mosaic_gpu_sm90_merge import Shape, merge, merge_plain
 from pallas_kernels.attention.mosaic_gpu_sm90_schedule import Schedule
-from pallas_kernels.mla.mosaic_gpu_sm90_config import (
-    MAX_HEADS,
-    MAX_WIDTH,
-    PAGE_SIZES,
-    Config,
-    columns_fit,
-    heuristic,
-    stages_of,
-)
+from pallas_kernels.mla.mosaic_gpu_sm90_config import MAX_HEADS, MAX_WIDTH, PAGE_SIZES, Config, heuristic, stages_of
 from pallas_kernels.mla.mosaic_gpu_sm90_kernel import program
 from pallas_kernels.mla.mosaic_gpu_sm90_records import Arrays, Static, scratch
 
@@ -80,9 +70,6 @@ def attend_latent(
         num_seqs=seq_lens.shape[0],
         k_dim=k_dim,
         kv_room=page_table.shape[1] * page_size,
-        columns=columns_fit(
-            latent_dim=latent_dim, rope_dim=k_dim - latent_dim, page_size=page_size, packed=pages.dtype == jnp.uint8
-        ),
     )
     _check_config(config, heads, k_dim)
     if schedule is None:
@@ -98,8 +85,6 @@ def attend_latent(
             page_table=page_table,
             page_size=page_size,
         )
-    if interpret and config.columns:  # whose exchange of scores is inline code: the interpreter runs the other form
-        config = dataclasses.replace(config, columns=False, stages=stages_of(k_dim))
     static = Static(
         config=config,
         rules=rules,
@@ -223,10 +208,9 @@ def _check(q, pages, latent_dim: int) -> None:
 
 
 def _check_config(config: Config, heads: int, k_dim: int) -> None:
-    most = stages_of(k_dim, columns=config.columns)
-    if config.stages > most:
+    if config.stages > stages_of(k_dim):
         raise ValueError(
-            f"stages={config.stages} blocks of {k_dim} numbers: shared memory holds {most} and the queries"
+            f"stages={config.stages} blocks of {k_dim} numbers: shared memory holds {stages_of(k_dim)} and the queries"
         )
     if heads > config.rows:
         raise ValueError(f"{heads} query heads for tiles of {config.rows} rows: want sharers=2")

@@ -14,8 +14,7 @@ _ALWAYS_WHOLE = 8192  # keys that one program reads in some 250 us
 class Config:
     """One program, or two sharers, attend one tile of (token, head) rows to a run of key blocks.
 
-    A program has 64 rows, which two warpgroups compute together; a third copies. With `columns`, each of two sharers
-    has all 128 rows, 64 a warpgroup, and half of the columns.
+    A program has 64 rows, which two warpgroups compute together; a third copies.
     """
 
     stages: int = 2  # blocks of keys in shared memory
@@ -23,14 +22,11 @@ class Config:
     parts: int = 0  # with splits: tiles that equal parts aim at; unused with part_blocks
     part_blocks: int = 0  # with splits: key blocks a part whatever the batch, so that bits do not depend on it; 0: even
     sharers: int = 1  # programs of a cluster that have a tile's rows between them, and read its keys once for all
-    columns: bool = False  # whether the sharers have columns between them, and not rows
-    ahead: int = 0  # with columns: blocks that are asked for before there is room, so that they come from the L2 then
+    ahead: int = 0  # with sharers: blocks asked for before there is room, so that they come from the L2 then
 
     def __post_init__(self):
         if self.stages < 2 or self.sharers not in (1, 2):
             raise ValueError(f"want stages >= 2 (the warpgroups take blocks in turn) and 1 or 2 sharers, got {self}")
-        if self.columns and self.sharers != 2:
-            raise ValueError(f"columns are cut between two sharers, got {self}")
         if self.splits and self.parts < 1 and self.part_blocks < 1:
             raise ValueError(f"splits want parts or part_blocks, got {self}")
 
@@ -60,19 +56,8 @@ class Config:
         return 64
 
 
-def heuristic(
-    *,
-    max_q_len: int,
-    num_heads: int,
-    num_seqs: int,
-    k_dim: int,
-    kv_room: int,
-    num_sms: int = 132,
-    columns: bool = False,
-) -> Config:
+def heuristic(*, max_q_len: int, num_heads: int, num_seqs: int, k_dim: int, kv_room: int, num_sms: int = 132) -> Config:
     """Sizes for requests of up to `max_q_len` query tokens and `kv_room` keys, of rows of `k_dim` numbers.
-
-    columns: whether rows can be cut in columns, see `columns_fit`.
 
     Keys are cut where tiles leave multiprocessors idle, and where one request may be so much longer than the others
     that it would be last by far.
@@ -82,30 +67,12 @@ def heuristic(
     tokens = max(min(64 * sharers // num_heads, max_q_len), 1)
     tiles, at_once = num_seqs * -(-max_q_len // tokens), num_sms // sharers
     splits = 4 * tiles <= 3 * at_once or kv_room > _ALWAYS_WHOLE
-    columns = columns and sharers == 2
-    stages = stages_of(k_dim, columns=columns)
-    return Config(
-        stages=stages,
-        splits=splits,
-        parts=at_once if splits else 0,
-        sharers=sharers,
-        columns=columns,
-        ahead=2 * columns,
-    )
+    ahead = 2 if sharers > 1 else 0  # one program alone is bound by the memory, and loses by more requests
+    parts = at_once if splits else 0
+    return Config(stages=stages_of(k_dim), splits=splits, parts=parts, sharers=sharers, ahead=ahead)
 
 
-def stages_of(k_dim: int, *, columns: bool = False) -> int:
-    """Blocks of keys that shared memory holds, up to 4, beside the queries, the weights and two KiB.
-
-    columns: of half of the columns, beside half of twice as many queries, and a sharer's scores.
-    """
-    queries = 64 * k_dim * 2
-    if columns:
-        return min((_SHARED_BYTES - queries - 2 * 64 * 64 * 4 - 2048) // (queries // 2), 4)
-    return min((_SHARED_BYTES - queries - 64 * 64 * 2 - 2048) // queries, 4)
-
-
-def columns_fit(*, latent_dim: int, rope_dim: int, page_size: int, packed: bool) -> bool:
-    """Whether sharers can have columns between them: halves that products take, and pages that the engine copies."""
-    halves = latent_dim % 64 == 0 and rope_dim % 32 == 0
-    return halves and page_size >= 8 and not packed and stages_of(latent_dim + rope_dim, columns=True) >= 3
+def stages_of(k_dim: int) -> int:
+    """Blocks of keys that shared memory holds, up to 4, beside the queries, the weights and two KiB."""
+    block = 64 * k_dim * 2
+    return min((_SHARED_BYTES - block - 64 * 64 * 2 - 2048) // block, 4)

@@ -35,7 +35,7 @@ def produce(static: Static, arrays: Arrays, smem: dict, item: Item, at) -> None:
     if static.packed and not static.interpret:
         packed.produce(static, arrays, smem, item)
         return
-    for i, ids in enumerate(first_ids(static, arrays, item, at)):
+    for i, ids in enumerate(_first_ids(static, arrays, item, at)):
         block = item.begin + i
 
         @pl.when(block < item.end)
@@ -43,31 +43,57 @@ def produce(static: Static, arrays: Arrays, smem: dict, item: Item, at) -> None:
             for half in HALVES:
                 _copy(static, arrays, smem, item, half, jnp.int32(i), block, ids)
 
-    def step(block, ids):
-        following = page_ids(static, arrays, item, block + 1)
+    first, ahead = item.begin + stages, static.ahead
+    asked = [_ids(static, arrays, item, first + n) for n in range(max(ahead, 1))]
+    for n in range(ahead):
+        _ask(static, arrays, first + n, item.end, asked[n])
+
+    def step(block, asked):
+        following = _ids(static, arrays, item, block + len(asked))
+        if ahead:
+            _ask(static, arrays, block + ahead, item.end, following)
         i = block - item.begin
         for half in HALVES:
             stage = lax.rem(i, stages)
             barriers.wait(smem[f"{half}_free"], stage, lax.div(i, stages) - 1)
-            _copy(static, arrays, smem, item, half, stage, block, ids)
-        return following
+            _copy(static, arrays, smem, item, half, stage, block, asked[0])
+        return (*asked[1:], following)
 
-    first = item.begin + stages
-    lax.fori_loop(first, item.end, step, page_ids(static, arrays, item, first))
+    lax.fori_loop(first, item.end, step, tuple(asked))
 
 
-def first_ids(static: Static, arrays: Arrays, item: Item, at) -> list[tuple]:
-    """Page ids of the blocks that fill the rings; an item holds them, as its copying warpgroup wants them at once."""
+def _ask(static: Static, arrays: Arrays, block, end, ids: tuple) -> None:
+    # ask for a block's bytes, each sharer for a part of the page's rows, if it is one of the item
+    pitch = static.k_dim * jnp.dtype(static.dtype).itemsize
+    some, scalar = static.config.block_kv // static.config.sharers, plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[scalar] * 2, rows_io.LANES))
+    def inline(_, pool, first, when, lanes):
+        first, when, lanes = (x.registers.item() for x in (first, when, lanes))
+        lane = arith.remui(utils.thread_idx(), constant(THREADS))
+        wanted = arith.cmpi(arith.CmpIPredicate.ne, when, constant(0))
+        with mgpu.when(arith.andi(wanted, arith.cmpi(arith.CmpIPredicate.eq, lane, constant(0)))):
+            page_id = utils.vector.extract(lanes, dynamic_position=[], static_position=[0])
+            row = arith.addi(arith.muli(page_id, constant(static.page_size)), first)
+            source = rows_io.address_of(row, pitch, utils.memref_ptr(pool), ir.IntegerType.get_signless(8))
+            copies.asm("cp.async.bulk.prefetch.L2.global [$0], $1;", source, constant(some * pitch), constraints="l,r")
+
+    first = _start(static, block) + lax.axis_index("sharers") * some
+    inline(arrays.pages, jnp.asarray(first, jnp.int32), (block < end).astype(jnp.int32), *ids)
+
+
+def _first_ids(static: Static, arrays: Arrays, item: Item, at) -> list[tuple]:
+    # page ids of the blocks that fill the rings; an item holds them, as its copying warpgroup wants them at once
     stages, pages = static.config.stages, static.pages
     if static.interpret or not pages:
-        return [page_ids(static, arrays, item, item.begin + i) for i in range(stages)]
+        return [_ids(static, arrays, item, item.begin + i) for i in range(stages)]
     starts = [len(Item._fields) + i * pages for i in range(stages)]
     found = [rows_io.load_lanes(arrays.items, at, start, start + pages - 1) for start in starts]
     return [(ids + arrays.page_offset[0],) for ids in found]
 
 
-def page_ids(static: Static, arrays: Arrays, item: Item, block) -> tuple:
-    """Page ids of a block; past the last key its page's. On a GPU a number a lane."""
+def _ids(static: Static, arrays: Arrays, item: Item, block) -> tuple:
+    # page ids of a block; past the last key its page's. On a GPU a number a lane.
     if not static.pages:
         return ()
     size, last = static.page_size, jnp.maximum(item.kv_len - 1, 0) // static.page_size
@@ -94,8 +120,8 @@ def _column(static: Static, half: str) -> int:
     return 0 if half == "left" else static.widths[0]
 
 
-def start_of(static: Static, block):
-    """First token of a block in its first page."""
+def _start(static: Static, block):
+    # first token of a block in its first page
     return block * static.config.block_kv % static.page_size if static.page_size > static.config.block_kv else 0
 
 
@@ -111,7 +137,7 @@ def _interpreted(static: Static, arrays: Arrays, smem: dict, item: Item, half: s
         return
     rows = min(block_kv, static.page_size)
     for j, page in enumerate(ids):
-        source = arrays.pages.at[page, pl.ds(start_of(static, block), rows), columns]
+        source = arrays.pages.at[page, pl.ds(_start(static, block), rows), columns]
         plgpu.copy_gmem_to_smem(source, ring.at[stage, pl.ds(j * rows, rows)], full.at[stage])
 
 
@@ -156,7 +182,7 @@ def _engine(static: Static, arrays: Arrays, smem: dict, half: str, stage, block,
                         collective=together,
                     )
 
-    scalars = (full.first + stage, stage, start_of(static, block))
+    scalars = (full.first + stage, stage, _start(static, block))
     inline(arrays.pages, ring, full.words, *(jnp.asarray(x, jnp.int32) for x in scalars), *ids)
 
 
@@ -176,8 +202,7 @@ def _gather(static: Static, arrays: Arrays, smem: dict, item: Item, half: str, s
         return rows_io.address_of(token, pitch, utils.memref_ptr(pool), i8)
 
     scalars = (item.seq, arrays.page_offset[0], item.kv_len, block * static.config.block_kv)
-    refs = (arrays.page_table, arrays.pages)
-    copy_rows(smem[half], stage, _column(static, half), refs, scalars, address, static.swizzle)
+    _copy_rows(static, smem[half], stage, _column(static, half), (arrays.page_table, arrays.pages), scalars, address)
     gpu_barriers.arrive_copied(smem[f"{half}_full"], stage)
 
 
@@ -201,19 +226,17 @@ def load_queries(static: Static, arrays: Arrays, target, half: str, rows: Rows, 
         return rows_io.address_of(rows_io.array_row(row, first, offset, rows), pitch, utils.memref_ptr(refs[0]), i8)
 
     scalars = (rows.first, rows.offset, rows.used, start)
-    copy_rows(target, jnp.minimum(rows.first, 0), column, (arrays.q,), scalars, address, static.swizzle)
+    _copy_rows(static, target, jnp.minimum(rows.first, 0), column, (arrays.q,), scalars, address)
     copies.commit_gathered()
     copies.wait_gathered(0)
 
 
-def copy_rows(target, place, column: int, refs: tuple, scalars: tuple, address, swizzle: int) -> None:
-    """Start copies of the rows of `target[place]`, 16 bytes a thread at once.
-
-    They come from column `column` of the row that `address` gives by the refs, the scalars and the row's number.
-    """
+def _copy_rows(static: Static, target, place, column: int, refs: tuple, scalars: tuple, address) -> None:
+    # Start copies of the rows of `target[place]`, 16 bytes a thread at once, from column `column` of the row that
+    # `address` gives by the refs, the scalars and the row's number.
     size = jnp.dtype(target.dtype).itemsize
     rows, row_bytes = target.shape[1], target.shape[2] * size
-    swizzle, layout = copies.transforms(target.shape[2], size, swizzle)
+    swizzle, layout = copies.transforms(target.shape[2], size, static.swizzle)
     chunks, scalar = row_bytes // _CHUNK, plgpu.Layout.WG_SPLAT(())
     types = (plgpu.RefType(layout), *[plgpu.RefType()] * len(refs), *[scalar] * (2 + len(scalars)))
 

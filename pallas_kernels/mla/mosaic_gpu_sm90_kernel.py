@@ -28,8 +28,6 @@ from pallas_kernels.attention import mosaic_gpu_sm90_softmax as softmax
 from pallas_kernels.attention.mosaic_gpu_sm90_records import Item
 from pallas_kernels.attention.mosaic_gpu_sm90_rows import ROW, TILE, Rows
 from pallas_kernels.mla import mosaic_gpu_sm90_barriers as barriers
-from pallas_kernels.mla import mosaic_gpu_sm90_columns as columns
-from pallas_kernels.mla import mosaic_gpu_sm90_columns_copy as columns_copy
 from pallas_kernels.mla import mosaic_gpu_sm90_copy as producer
 from pallas_kernels.mla import mosaic_gpu_sm90_mask as masks
 from pallas_kernels.mla.mosaic_gpu_sm90_records import HALVES, Arrays, Static, with_barriers
@@ -50,21 +48,10 @@ def program(static: Static, arrays: Arrays, smem: dict) -> None:
         if mine == 0:
             _zero(static, arrays, at)
 
-    def compute_columns():
-        plgpu.set_max_registers(_registers(static)[0], action="increase")
-        _with_item(
-            static, arrays, at, lambda item: columns.Computing(static, arrays, smem, item, at, who, _load_item).run()
-        )
-        pl.when(who == 0)(lambda: _zero(static, arrays, at))
-
     def produce():
         plgpu.set_max_registers(_registers(static)[1], action="decrease")
-        produces = columns_copy.produce if static.config.columns else producer.produce
-        _with_item(static, arrays, at, lambda item: produces(static, arrays, smem, item, at))
+        _with_item(static, arrays, at, lambda item: producer.produce(static, arrays, smem, item, at))
 
-    if static.config.columns:
-        lax.cond(who == 2, produce, compute_columns)
-        return
     # Not three `when`, and each loads the item: else what one needs is kept in the few registers of the copying one.
     lax.cond(who == 2, produce, lambda: lax.cond(who == 0, lambda: compute(0), lambda: compute(1)))
 
@@ -76,7 +63,9 @@ def _with_item(static: Static, arrays: Arrays, at, run) -> None:
     @pl.when(item.tokens > 0)
     def _():
         if static.together:
-            copies.cluster_barrier()  # nobody copies to a program whose barriers are not made
+            # Nobody copies to a program whose barriers are not made. Their making has a fence of its own: one for all
+            # memory, here or at each arrival at another's barrier, costs a microsecond.
+            copies.cluster_barrier(reads=False)
         run(item)
         if static.together:
             copies.cluster_barrier(reads=False)  # nobody ends while another copies to it, or arrives at its barriers

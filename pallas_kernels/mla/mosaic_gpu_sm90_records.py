@@ -8,7 +8,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels._common.masks import Rules
 from pallas_kernels.attention import mosaic_gpu_sm90_copy as copies
 from pallas_kernels.attention.mosaic_gpu_sm90_prefill_records import THREADS, Barrier
-from pallas_kernels.mla import mosaic_gpu_sm90_exchange as exchange
 from pallas_kernels.mla.mosaic_gpu_sm90_config import Config
 
 HALVES = ("left", "right")
@@ -56,7 +55,7 @@ class Static(NamedTuple):
     def together(self) -> bool:
         """Whether the sharers of a tile are a cluster, whose copies go to all of them."""
         whole = self.page_size >= 16 and not self.packed  # two swizzles' rows: a copy is cut by rows, a half to each
-        return self.config.sharers > 1 and (whole or self.config.columns) and not self.interpret
+        return self.config.sharers > 1 and whole and not self.interpret
 
     @property
     def pages(self) -> int:
@@ -64,16 +63,9 @@ class Static(NamedTuple):
         return 0 if self.gathers or self.packed else max(self.config.block_kv // self.page_size, 1)
 
     @property
-    def column_parts(self) -> tuple[str, ...]:
-        """Names of a program's columns where sharers have them between them: of values, and of what is behind."""
-        return ("values", "keys") if self.k_dim > self.v_dim else ("values",)
-
-    @property
-    def column_swizzles(self) -> tuple[int, ...]:
-        """Their swizzles in bytes: the widest whose rows divide a part, and a whole row."""
-        widths = (self.v_dim // 2, (self.k_dim - self.v_dim) // 2)
-        some = zip(self.column_parts, widths, strict=False)
-        return tuple(min(copies.swizzle_bytes(width, 2), copies.swizzle_bytes(self.k_dim, 2)) for _, width in some)
+    def ahead(self) -> int:
+        """Blocks that are asked for before there is room: of one page each, as registers of the copying are short."""
+        return self.config.ahead if self.together and self.pages == 1 else 0
 
     @property
     def weight_places(self) -> int:
@@ -102,12 +94,9 @@ def barrier_counts(static: Static) -> dict[str, tuple[int, int]]:
     """Name -> barriers, and arrivals that complete a phase of each.
 
     left_full, right_full: a half of a block is there. left_free, right_free: all programs that read it are done.
-    Where sharers have columns between them, full and free are of a block; sent, read: of a warpgroup's part of scores.
     given: a warpgroup's weights and reference are there for the other. queries, totals: of both warpgroups.
     """
     stages = static.config.stages
-    if static.config.columns:
-        return dict(full=(stages, 1), free=(stages, 2), sent=(2, 1), read=(2, exchange.WARPS))
     copied = THREADS if static.gathers or static.packed else 1
     if static.interpret:
         copied = 1 if static.packed else copies.arrivals(static.config.block_kv, static.page_size)
@@ -119,8 +108,6 @@ def barrier_counts(static: Static) -> dict[str, tuple[int, int]]:
 def scratch(static: Static) -> dict:
     """Shared memory of a program."""
     config, kind = static.config, (static.dtype, static.swizzle)
-    if config.columns:
-        return _scratch_of_columns(static)
     refs: dict[str, Any] = dict(weights=copies.tiled((static.weight_places, 64, config.block_kv), *kind))
     for half, width in zip(HALVES, static.widths, strict=True):
         refs[f"{half}_q"] = copies.tiled((1, 64, width), *kind)
@@ -132,21 +119,7 @@ def scratch(static: Static) -> dict:
         return refs | {
             name: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count) for name, (count, arrivals) in counts.items()
         }
-    return refs | dict(words=_words(static))
-
-
-def _scratch_of_columns(static: Static) -> dict:
-    refs: dict[str, Any] = dict(places=plgpu.SMEM(exchange.room(64, static.config.block_kv), jnp.float32))
-    widths = (static.v_dim // 2, (static.k_dim - static.v_dim) // 2)
-    for name, width, swizzle in zip(static.column_parts, widths, static.column_swizzles, strict=False):
-        refs[f"{name}_q"] = copies.tiled((2, 64, width), static.dtype, swizzle)
-        refs[name] = copies.tiled((static.config.stages, static.config.block_kv, width), static.dtype, swizzle)
-    return refs | dict(words=_words(static))
-
-
-def _words(static: Static):
-    # all barriers, 8 bytes each
-    return plgpu.SMEM((2 * sum(count for count, _ in barrier_counts(static).values()),), jnp.int32)
+    return refs | dict(words=plgpu.SMEM((2 * sum(count for count, _ in counts.values()),), jnp.int32))
 
 
 def with_barriers(static: Static, smem: dict) -> dict:

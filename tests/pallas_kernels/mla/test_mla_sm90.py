@@ -159,7 +159,6 @@ CHAIN = dict(seq_lens=(1000, 50, 9, 700), q_lens=(5, 3, 1, 8))
 TREES = dict(seq_lens=(1000, 150, 700), q_lens=(64, 64, 33), mask="tree")
 NARROW = dict(heads=9, latent=192, rope=192)
 WHOLE, SPLIT, PAIR = Config(), Config(splits=True, parts=24), Config(sharers=2)
-COLUMNS = Config(stages=3, sharers=2, columns=True)
 DEVICE_CASES = dict(
     decode=Case(seq_lens=LONG, q_lens=ONE, padding=2),
     decode_whole=Case(seq_lens=LONG, q_lens=ONE, padding=2, config=WHOLE),
@@ -171,9 +170,9 @@ DEVICE_CASES = dict(
     decode_h128=Case(seq_lens=LONG, q_lens=ONE, heads=128, padding=3),
     decode_h128_whole=Case(seq_lens=LONG, q_lens=ONE, heads=128, config=PAIR),
     decode_h128_rise=Case(seq_lens=LONG, q_lens=ONE, heads=128, rise=3.0, config=PAIR),
-    decode_h128_columns=Case(seq_lens=LONG, q_lens=ONE, heads=128, rise=3.0, config=COLUMNS),
+    decode_h128_ahead=Case(seq_lens=LONG, q_lens=ONE, heads=128, rise=3.0, config=dataclasses.replace(PAIR, ahead=2)),
     decode_h128_invariant=Case(
-        seq_lens=LONG, q_lens=ONE, heads=128, config=dataclasses.replace(COLUMNS, splits=True, part_blocks=3, ahead=2)
+        seq_lens=LONG, q_lens=ONE, heads=128, config=dataclasses.replace(PAIR, splits=True, part_blocks=3, ahead=2)
     ),
     chain_rise_h128=Case(seq_lens=(900, 70), q_lens=(3, 2), heads=96, rise=4.0, dtype="float16", page=16),
     **{
@@ -308,13 +307,9 @@ def test_what_the_kernel_was_not_built_for_is_refused_with_the_way_out():
 
 def test_sizes_fill_the_multiprocessors_and_shared_memory():
     facts = dict(max_q_len=1, num_seqs=1, k_dim=576, kv_room=4096)
-    assert [stages_of(dim, columns=True) for dim in (576, 384, 96)] == [3, 4, 4]
-    columns = heuristic(num_heads=128, columns=True, **facts | dict(num_seqs=64))
-    assert columns == dataclasses.replace(COLUMNS, ahead=2)
-    assert heuristic(num_heads=16, columns=True, **facts) == heuristic(num_heads=16, **facts)
     assert [stages_of(dim) for dim in (576, 384, 96)] == [2, 3, 4]
     assert heuristic(num_heads=16, **facts) == Config(splits=True, parts=132)
-    assert heuristic(num_heads=128, **facts) == Config(splits=True, parts=66, sharers=2)
+    assert heuristic(num_heads=128, **facts) == Config(splits=True, parts=66, sharers=2, ahead=2)
     assert heuristic(num_heads=16, **facts | dict(num_seqs=128)) == Config()
-    assert heuristic(num_heads=128, **facts | dict(num_seqs=64)) == PAIR
+    assert heuristic(num_heads=128, **facts | dict(num_seqs=64)) == dataclasses.replace(PAIR, ahead=2)
     assert heuristic(num_heads=16, **facts | dict(num_seqs=128, kv_room=16384)).splits
