@@ -178,22 +178,29 @@ def _steady(texts: list[str], products: list[int], starts: list[int], copies: in
 
 
 def _path(products, starts, copies: int, jumps, known: dict[str, bool], first: int, end: int) -> list[int]:
-    came: dict[int, tuple[tuple[int, int, int], int]] = {first: ((0, 0, 0), -1)}
-    for i in range(first, end):
-        if i not in came:
-            continue
-        (made, started, cost), _ = came[i]
-        so_far = (made + products[i], min(started + starts[i], copies), cost - 1)
-        ways = [i + 1]
-        if i in jumps:
-            target, when, name = jumps[i]
+    # best way to each cut between branches, for each number of copies started: their prefix decides nothing by itself
+    cuts = sorted({first, end, *(i + 1 for i in jumps), *(target for target, _, _ in jumps.values())})
+    cuts = [cut for cut in cuts if first <= cut <= end]
+    came: dict[int, dict[int, tuple[tuple[int, int], int, int]]] = {cut: {} for cut in cuts}
+    came[first][0] = ((0, 0), -1, 0)
+    for at, after in itertools.pairwise(cuts):
+        made, begun = sum(products[at:after]), sum(starts[at:after])
+        ways = [after]
+        if after - 1 in jumps:
+            target, when, name = jumps[after - 1]
             ways = [target] if not name or known.get(name) is when else ways
             ways = ways + [target] if name and name not in known else ways
-        for to in ways:
-            if to not in came or so_far > came[to][0]:
-                came[to] = (so_far, i)
-    path, at = [], came[end][1]
-    while at >= 0:
-        path.append(at)
-        at = came[at][1]
+        for started, ((so_far, cost), _, _) in came[at].items():
+            now = min(started + begun, copies)
+            value = (so_far + made, cost - (after - at))
+            for to in ways:
+                if now not in came[to] or value > came[to][now][0]:
+                    came[to][now] = (value, at, started)
+    started = max(came[end], key=lambda n: (came[end][n][0][0], n, came[end][n][0][1]))
+    path, at = [], end
+    while at != first:
+        _, before, earlier = came[at][started]
+        after = cuts[cuts.index(before) + 1]
+        path.extend(range(after - 1, before - 1, -1))
+        at, started = before, earlier
     return path[::-1]

@@ -1,9 +1,12 @@
 """Move rows of a paged cache to other slots, in every layer, in place when the cache is donated."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels._common import ints
+from pallas_kernels.kv_write.tpu_words import move_words
 
 
 def move_rows(
@@ -26,8 +29,20 @@ def move_rows(
     capacity = num_pages * pools[0].shape[1]
     held = (from_slots >= 0) & (from_slots < capacity) & (to_slots >= 0) & (to_slots < capacity)
     held &= from_slots != to_slots
-    flat = tuple(pool.reshape(-1, *pool.shape[2:]) for pool in pools)
     num_layers = pools[0].shape[0] // num_pages
+    moves = dict(default=functools.partial(_by_xla, num_layers=num_layers, capacity=capacity))
+    if all(pool.ndim == 5 and pool.dtype == jnp.int32 for pool in pools):  # as `tpu_rows.to_words` has them
+        moves["tpu"] = functools.partial(_by_copies, num_layers=num_layers)
+    return jax.lax.platform_dependent(pools, from_slots, to_slots, held, **moves)
+
+
+def _by_copies(pools, sources, targets, held, *, num_layers: int):
+    # XLA would lay out anew a pool of words whose tokens are one tile row each, twice
+    return tuple(move_words(pool, sources, targets, held, num_layers=num_layers) for pool in pools)
+
+
+def _by_xla(pools, sources, targets, held, *, num_layers: int, capacity: int):
+    flat = tuple(pool.reshape(-1, *pool.shape[2:]) for pool in pools)
 
     def one_by_one(flat, sources, targets, held):  # as in `write_kv`: XLA:CPU copies the pool around a scatter
         order = jnp.argsort(~held, stable=True)
@@ -46,5 +61,5 @@ def move_rows(
         targets = jnp.where(held[None], base + targets[None], flat[0].shape[0]).reshape(-1)
         return tuple(x.at[targets].set(ints.pick(x, sources), mode="drop") for x in flat)
 
-    flat = jax.lax.platform_dependent(flat, from_slots, to_slots, held, cpu=one_by_one, default=together)
+    flat = jax.lax.platform_dependent(flat, sources, targets, held, cpu=one_by_one, default=together)
     return tuple(new.reshape(pool.shape) for new, pool in zip(flat, pools, strict=True))

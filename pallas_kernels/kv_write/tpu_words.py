@@ -1,4 +1,4 @@
-"""Rows of 32-bit words put into a TPU pool, a copy each, in place when the pool is donated.
+"""Rows of 32-bit words put into a TPU pool, or moved within it, a copy each, in place when the pool is donated.
 
 XLA's scatter would lay out anew a pool whose tokens are one tile row each, and so copy it twice.
 """
@@ -73,3 +73,63 @@ def _kernel(at, words, _, pool, arrived, *, page_size: int):
         return x
 
     lax.fori_loop(0, lax.fori_loop(0, tokens, start, jnp.int32(0)), wait, 0)
+
+
+def move_words(
+    pool: jax.Array, sources: jax.Array, targets: jax.Array, held: jax.Array, *, num_layers: int, interpret: Any = False
+) -> jax.Array:
+    """Copy row sources[i] of each layer to row targets[i], where held[i], by a Pallas kernel.
+
+    Args: pool: i32[num_layers * pages, page_size, tiles, 1, 128]; donate it. sources, targets: i32[moves], rows within
+      a layer. Of any `_TOKENS` moves all rows are read before one is written.
+    """
+    to = jnp.where(held, targets, -1)
+    for first in range(0, sources.shape[0], _TOKENS):
+        some = slice(first, first + _TOKENS)
+        pool = _move_call(pool, sources[some], to[some], num_layers, interpret)
+    return pool
+
+
+def _move_call(pool, sources, to, num_layers: int, interpret):
+    smem, hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.SMEM, pl.ANY))
+    taken = jax.ShapeDtypeStruct((num_layers, sources.shape[0], *pool.shape[2:]), pool.dtype)
+    sizes = dict(page_size=pool.shape[1], capacity=pool.shape[0] // num_layers * pool.shape[1])
+    moved, _ = pl.pallas_call(
+        functools.partial(_move_kernel, **sizes),
+        in_specs=[smem, smem, hbm],
+        out_specs=[hbm, hbm],
+        out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype), taken],
+        scratch_shapes=[pltpu.SemaphoreType.DMA(())],
+        input_output_aliases={2: 0},
+        cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=4 * taken.size * 4, transcendentals=0),
+        interpret=interpret,
+        name="jattn_move_words",
+    )(sources, to, pool)
+    return moved
+
+
+def _move_kernel(sources, to, _, pool, taken, arrived, *, page_size: int, capacity: int):
+    num_layers, moves = taken.shape[:2]
+
+    def row(at, layer):
+        at = at + layer * capacity
+        return pool.at[lax.div(at, page_size), lax.rem(at, page_size)]
+
+    def each(copy_of):
+        def start(i, copies):
+            layer, move = lax.div(i, moves), lax.rem(i, moves)
+
+            @pl.when(to[move] >= 0)
+            def _():
+                copy_of(layer, move).start()
+
+            return copies + (to[move] >= 0).astype(jnp.int32)
+
+        def wait(_, x):
+            pltpu.make_async_copy(taken.at[0, 0], taken.at[0, 0], arrived).wait()
+            return x
+
+        lax.fori_loop(0, lax.fori_loop(0, num_layers * moves, start, jnp.int32(0)), wait, 0)
+
+    each(lambda layer, move: pltpu.make_async_copy(row(sources[move], layer), taken.at[layer, move], arrived))
+    each(lambda layer, move: pltpu.make_async_copy(taken.at[layer, move], row(to[move], layer), arrived))

@@ -5,6 +5,7 @@ Needs libtpu (extra `aot-tpu`), and no TPU.
 # Settings are passed on as mappings, which the checker cannot follow.
 # pyright: reportArgumentType=false, reportMissingImports=false, reportOptionalMemberAccess=false
 
+import functools
 import math
 import re
 import sys
@@ -60,6 +61,22 @@ def test_no_op_has_the_size_of_the_pool_but_those_in_place(kv_heads, dim, page_s
     sizes = {x.size for x in jax.tree.leaves(cache)}
     ops = {op for shape, op in _OP.findall(compiled.as_text()) if math.prod(map(int, shape.split(","))) in sizes}
     assert ops <= (IN_PLACE - {"scatter", "fusion"} if mode == "decode" else IN_PLACE)
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache.nbytes
+    assert memory.temp_size_in_bytes < 0.05 * cache.nbytes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize(("kv_heads", "dim"), [(1, 64), (8, 128)])  # words of one tile row a token, and of several
+def test_rows_move_in_place(kv_heads, dim, page_size):
+    from tpu_target import GENERATIONS, Compiler
+
+    spec = AttnSpec(num_q_heads=4 * kv_heads, num_kv_heads=kv_heads, head_dim=dim)
+    sizes = dict(num_layers=LAYERS, num_pages=SLOTS // page_size, page_size=page_size, dtype=jnp.bfloat16)
+    cache = jax.eval_shape(functools.partial(PagedKV.create, spec, layout="rows", **sizes))
+    slots = jax.ShapeDtypeStruct((64,), jnp.int32)
+    compiled = Compiler(GENERATIONS["v6e"]).compile(PagedKV.move, (cache, slots, slots), donate=(0,))
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= cache.nbytes
     assert memory.temp_size_in_bytes < 0.05 * cache.nbytes

@@ -68,6 +68,14 @@ def test_the_path_that_starts_the_copies_counts(dump):
         tpu_dump.steady_loop(dump, "attention", copies=2)
 
 
+def test_a_copy_more_than_a_trip_starts_is_no_reason_for_a_detour(dump):
+    # two copies in code that always runs, one more in code that is skipped at times
+    text = BUNDLES.replace("%9 = nop", "%9 = dma.hbm_to_vmem %s1")
+    text = text.replace("%14 = nop", "%14 = dma.hbm_to_vmem %s1").replace("%15 = nop", "%15 = dma.hbm_to_vmem %s1")
+    (dump / "17-attention.1-02-final_bundles.txt").write_text(text)
+    assert [tpu_dump.steady_loop(dump, "attention", copies=n).bundles for n in (1, 2, 3)] == [12, 12, 14]
+
+
 def test_a_loop_that_starts_copies_runs_until_all_are_started(dump):
     # the inner loop makes no product here, and starts a copy each time: bundles 2 to 15 but for two
     text = BUNDLES.replace("vmatmul", "vmul").replace("%17 = nop", "%17 = dma.hbm_to_vmem %s1")
