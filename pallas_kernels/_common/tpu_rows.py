@@ -8,6 +8,7 @@ A scale a token and head lies in the row, too, as bytes of an 8-bit pool: one co
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,15 @@ def plane_of(n: int, bytes_each: int) -> int:
     return LANES // bytes_each if n * bytes_each <= LANES else round_up(n, LANES)
 
 
+def _joined(parts: list[jax.Array], dtype) -> jax.Array:
+    # numbers of `dtype` from their equal parts, lowest bits first. By shifts: XLA folds a bitcast to wider numbers of a
+    # transposed constant as if it were not transposed (0.11.2 and 0.12.0.1).
+    narrow, wide = (jnp.dtype(f"uint{8 * jnp.dtype(kind).itemsize}") for kind in (parts[0].dtype, dtype))
+    bits = 8 * narrow.itemsize
+    words = (jax.lax.bitcast_convert_type(x, narrow).astype(wide) << wide.type(bits * i) for i, x in enumerate(parts))
+    return jax.lax.bitcast_convert_type(functools.reduce(jnp.bitwise_or, words), dtype)
+
+
 def to_planes(numbers: jax.Array) -> jax.Array:
     """Numbers [..., n] as bytes int8[..., bytes_each * plane], all first bytes first."""
     size = numbers.dtype.itemsize
@@ -40,7 +50,7 @@ def from_planes(planes: jax.Array, n: int, dtype) -> jax.Array:
     """The inverse of `to_planes`."""
     size = jnp.dtype(dtype).itemsize
     parts = planes.reshape(*planes.shape[:-1], size, planes.shape[-1] // size)[..., :n]
-    return jax.lax.bitcast_convert_type(jnp.swapaxes(parts, -1, -2), dtype)
+    return _joined([parts[..., i, :] for i in range(size)], dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,18 +241,19 @@ def to_words(rows: jax.Array) -> jax.Array:
     """Rows [..., lanes] as int32 words [..., tiles, 1, 128]: word i of a tile holds entry i of the next 4 / itemsize
     tiles of the row."""
     parts = 4 // rows.dtype.itemsize
+    # bits first: on a CPU XLA moves 8-bit floats as wider ones, and a NaN loses its own bits
+    rows = jax.lax.bitcast_convert_type(rows, f"uint{8 * rows.dtype.itemsize}")
     rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, -rows.shape[-1] % (LANES * parts))])
-    tiles = jnp.swapaxes(rows.reshape(*rows.shape[:-1], -1, parts, LANES), -1, -2)
-    tiles = tiles[..., 0] if parts == 1 else tiles
-    return jax.lax.bitcast_convert_type(tiles, jnp.int32)[..., None, :]
+    tiles = rows.reshape(*rows.shape[:-1], -1, parts, LANES)
+    return _joined([tiles[..., i, :] for i in range(parts)], jnp.int32)[..., None, :]
 
 
 def from_words(words: jax.Array, dtype, lanes: int) -> jax.Array:
     """The inverse of `to_words`."""
-    lead, parts = words.shape[:-3], 4 // jnp.dtype(dtype).itemsize
-    tiles = jax.lax.bitcast_convert_type(words[..., 0, :], dtype)
-    rows = tiles if parts == 1 else jnp.swapaxes(tiles, -1, -2)
-    return rows.reshape(*lead, -1)[..., :lanes]
+    lead, size = words.shape[:-3], jnp.dtype(dtype).itemsize
+    tiles = jax.lax.bitcast_convert_type(words[..., 0, :], f"uint{8 * size}")
+    rows = tiles if size == 4 else jnp.swapaxes(tiles, -1, -2)
+    return jax.lax.bitcast_convert_type(rows.reshape(*lead, -1)[..., :lanes], dtype)
 
 
 def unpack(rows: jax.Array, row: Row) -> tuple[jax.Array, jax.Array]:

@@ -13,20 +13,25 @@ import jattn
 ROOT = Path(__file__).resolve().parents[2]
 
 
+PARTS = dict(cases=4, properties=4)  # each of some minutes on one core
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("tests", ["cases", "properties"])
-def test_the_door_holds_with_the_tpu_kernels(tests, tmp_path):
+@pytest.mark.parametrize(
+    ("tests", "part"), [(tests, f"{part}/{parts}") for tests, parts in PARTS.items() for part in range(1, parts + 1)]
+)
+def test_the_door_holds_with_the_tpu_kernels(tests, part, tmp_path):
     path = os.pathsep.join([str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
     log = tmp_path / "served"
     options = ["-q", "-n", "0", "-o", "addopts=--import-mode=importlib", "-p", "on_tpu", "-m", "not long"]
     options += ["-k", "not ragged and not pallas"]
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    env |= dict(PYTHONPATH=path, ON_TPU_LOG=str(log), ON_TPU_RACES="1" if tests == "cases" else "")
+    env |= dict(PYTHONPATH=path, ON_TPU_LOG=str(log), ON_TPU_RACES="1" if tests == "cases" else "", ON_TPU_PART=part)
     command = [sys.executable, "-m", "pytest", *options, f"tests/jattn/test_attend_{tests}.py"]
     ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
     served = [line.split() for line in log.read_text().splitlines()]
-    assert sum(int(count) for op, count, *_ in served if op == "attend") >= 30
+    assert sum(int(count) for op, count, *_ in served if op == "attend") >= 30 // PARTS[tests]
 
 
 @pytest.mark.long

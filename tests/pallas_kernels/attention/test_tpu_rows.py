@@ -1,5 +1,6 @@
 """How a TPU pool holds a token: windows of heads, bytes of scales, and 8-bit latents."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,3 +42,27 @@ def test_scales_come_back_from_their_bytes(heads):
     row = Row(kv_heads=heads, k_dim=64, v_dim=64, scales=True)
     assert planes.shape == (2, row.lanes - row.scales_at)
     np.testing.assert_array_equal(tpu_rows.from_planes(planes, 2 * heads, jnp.float32), scales)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_words_of_rows_known_while_compiling_are_those_of_any_rows(dtype):
+    rows = jnp.asarray(np.arange(3 * 128).reshape(3, 128) % 120, dtype)
+    words = tpu_rows.to_words(rows)
+    np.testing.assert_array_equal(jax.jit(lambda: tpu_rows.to_words(rows))(), words)
+    np.testing.assert_array_equal(jax.jit(tpu_rows.to_words)(rows), words)
+    np.testing.assert_array_equal(jax.jit(lambda: tpu_rows.from_words(words, dtype, 128))(), rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_planes_known_while_compiling_are_read_as_any(dtype):
+    planes = tpu_rows.to_planes(jnp.asarray(np.arange(1, 16).reshape(3, 5) / 3, dtype))
+    want = tpu_rows.from_planes(planes, 5, dtype)
+    np.testing.assert_array_equal(jax.jit(lambda: tpu_rows.from_planes(planes, 5, dtype))(), want)
+
+
+def test_words_keep_the_bits_of_every_8_bit_float():
+    bits = jnp.arange(2 * 128, dtype=jnp.uint8).reshape(2, 128)
+    back = jax.jit(lambda x: tpu_rows.from_words(tpu_rows.to_words(x), x.dtype, 128))
+    for kind in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        got = back(jax.lax.bitcast_convert_type(bits, kind))
+        np.testing.assert_array_equal(jax.lax.bitcast_convert_type(got, jnp.uint8), bits)
