@@ -50,12 +50,13 @@ class KernelRow:
     rotates_serves: Callable[..., bool] | None = None  # (head_dim=, v_dim=, dtype=): whether it takes such rows
     layout: str = "token_major"  # "attend", "attend_latent": how the cache must lie, as the caches' `create` names it
     takes_device: bool = False  # whether sizes depend on the generation, so that it takes `device=` by platform name
+    part: str = ""  # which part of its op, where one set has rows of different evidence for it
     when_asked: bool = False  # chosen only where `prefer` names the set: not yet run on the device that it is for
 
     @property
     def name(self) -> str:
         """Key of the evidence table, as `hopper/attend`."""
-        return f"{self.set}/{self.op}"
+        return "/".join(filter(None, (self.set, self.op, self.part)))
 
 
 _BASE = frozenset({Feature.PAGED, Feature.CAUSAL, Feature.LSE})
@@ -94,6 +95,14 @@ KERNELS: tuple[KernelRow, ...] = (
     KernelRow(
         set="hopper",
         op="attend_latent",
+        provides=_ALL_MLA - {Feature.FP8_KV},
+        function=mla_sm90.attend_latent,
+        interpreted=mla_xla.attend_latent,
+    ),
+    KernelRow(
+        set="hopper",
+        op="attend_latent",
+        part="packed",
         provides=_ALL_MLA,
         function=mla_sm90.attend_latent,
         interpreted=mla_xla.attend_latent,

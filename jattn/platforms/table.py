@@ -28,7 +28,8 @@ _HOPPER = _GPU | {
     "hopper/attend": Evidence.MEASURED,
     "hopper/write_kv": Evidence.MEASURED,
     "hopper/merge_states": Evidence.MEASURED,
-    "hopper/attend_latent": Evidence.COMPILED,
+    "hopper/attend_latent": Evidence.MEASURED,
+    "hopper/attend_latent/packed": Evidence.COMPILED,
 }
 _TPU = _evidence(tpu=Evidence.COMPILED, xla=_LOWERED)
 _OTHER = _evidence(xla=_DECLARED)

@@ -49,20 +49,21 @@ def test_a_latent_layer_has_kernels_of_its_own_and_for_its_expanded_keys(platfor
     choice = resolve(LATENT, "native", platform)
     assert tuple(kernel.op for kernel in choice.rows) == MLA_OPS
     assert all(kernel.function is not None for kernel in choice.rows)
-    first = "tpu" if "tpu" in PLATFORMS[platform].kernel_sets else "xla"
+    first = next(name for name in ("tpu", "hopper", "xla") if name in PLATFORMS[platform].kernel_sets)
     assert choice.row("attend_latent").name == f"{first}/attend_latent" and choice.needs == {jattn.Feature.MLA}
     assert choice.row("attend").ragged is not None
 
 
 def test_a_kernel_that_has_not_run_on_its_device_is_chosen_only_when_asked_for():
     choice = resolve(LATENT, "native", "cuda-sm90")
-    assert choice.row("attend_latent").name == "xla/attend_latent"
-    assert any("hopper/attend_latent has not run on a device yet" in reason for reason in choice.skipped)
-    choice = resolve(LATENT, "native", "cuda-sm90", prefer=("hopper",))
     assert choice.row("attend_latent").name == "hopper/attend_latent"
     assert choice.row("write_latent").name == "xla/write_latent" and choice.kv_layout is None
-    packed = resolve(dataclasses.replace(LATENT, kv_dtype="fp8_e4m3"), "native", "cuda-sm90", prefer=("hopper",))
-    assert packed.row("attend_latent").name == "hopper/attend_latent"
+    packed = dataclasses.replace(LATENT, kv_dtype="fp8_e4m3")
+    choice = resolve(packed, "native", "cuda-sm90")
+    assert choice.row("attend_latent").name == "xla/attend_latent"
+    assert any("hopper/attend_latent/packed has not run on a device yet" in reason for reason in choice.skipped)
+    choice = resolve(packed, "native", "cuda-sm90", prefer=("hopper",))
+    assert choice.row("attend_latent").name == "hopper/attend_latent/packed"
 
 
 def test_a_choice_of_another_kind_of_layer_says_what_it_serves():

@@ -71,7 +71,7 @@ def _packed(case: Case, rows):
     flat = jnp.asarray(rows.reshape(-1, rows.shape[-1]))
     bits = np.array(latent_rows.pack(flat[:, : case.latent], flat[:, case.latent :], jnp.uint8))
     bits[np.isnan(np.asarray(flat)).any(1)] = 255
-    return bits.reshape(*rows.shape[:-1], -1)
+    return bits.reshape(*rows.shape[:-1], bits.shape[-1])  # of no row, too
 
 
 def _unpacked(case: Case, bits):
