@@ -31,7 +31,8 @@ from pallas_kernels.attention import tpu as attention
 from pallas_kernels.attention.tpu_config import DATA, Facts, Sizes, heuristic
 
 _SHARE = 0.7
-_DECODES = tpu_rows.DECODE_16, *(x for x in tpu_rows.DECODES if (x.kv_heads, x.dim) in ((3, 64), (1, 80)))  # the worst
+_WORST = (1, 64), (3, 64), (1, 80)  # KV heads and widths that need the most bundles for their bytes
+_DECODES = tpu_rows.DECODE_16, *(case for case in tpu_rows.DECODES if (case.kv_heads, case.dim) in _WORST)
 _BLOCK_BYTES = tuple(1 << shift for shift in (19, 20, 21))
 _PREFILLS = tuple(Sizes(rows=r, keys=k) for r, k in ((512, 512), (1024, 256), (1024, 512), (1024, 1024), (2048, 512)))
 
