@@ -12,6 +12,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._common import latent_rows
+from pallas_kernels._common.masks import Rules
+from pallas_kernels.attention import mosaic_gpu_sm90_schedule as schedules
 from pallas_kernels.mla import mosaic_gpu_sm90 as sm90
 from pallas_kernels.mla import xla
 from pallas_kernels.mla.mosaic_gpu_sm90_config import Config, heuristic, stages_of
@@ -313,3 +315,38 @@ def test_sizes_fill_the_multiprocessors_and_shared_memory():
     assert heuristic(num_heads=16, **facts | dict(num_seqs=128)) == Config()
     assert heuristic(num_heads=128, **facts | dict(num_seqs=64)) == dataclasses.replace(PAIR, ahead=2)
     assert heuristic(num_heads=16, **facts | dict(num_seqs=128, kv_room=16384)).splits
+
+
+def _parts(lengths, heads: int) -> np.ndarray:
+    """Parts of each request of one query token, by what the kernel takes by itself for rows of 576."""
+    room = -(-max(lengths) // 64)
+    config = heuristic(max_q_len=1, num_heads=heads, num_seqs=len(lengths), k_dim=576, kv_room=64 * room)
+    made = schedules.make(
+        config,
+        Rules(sm_scale=1.0, mask="causal"),
+        None,
+        seq_lens=jnp.asarray(lengths, jnp.int32),
+        cu_q_lens=jnp.arange(len(lengths) + 1, dtype=jnp.int32),
+        num_tokens=len(lengths),
+        max_q_len=1,
+        group=heads,
+        page_table=jnp.zeros((len(lengths), room), jnp.int32),
+        page_size=64,
+    )
+    items = np.asarray(made.items)
+    items = items[items[:, schedules.TOKENS] > 0]
+    return np.bincount(items[:, schedules.SEQ], minlength=len(lengths))
+
+
+def test_keys_are_cut_where_that_saves_more_than_parts_cost():
+    assert _parts([16384] * 64, 128).tolist() == [1] * 64  # as many programs as find a multiprocessor
+    assert _parts([16384] * 128, 16).tolist() == [1] * 128
+    assert _parts([16384] * 64, 16).tolist() == [2] * 64  # half of the multiprocessors would be idle
+    assert _parts([4096] * 16, 128).tolist() == [4] * 16
+    assert _parts([4096], 16) == [32]
+    assert _parts([65536, *[64] * 127], 16)[0] > 8  # nobody waits for one that is longer by far
+
+
+def test_rows_of_no_token_are_packed():
+    row = latent_rows.pack(jnp.zeros((0, 512)), jnp.zeros((0, 64)), jnp.uint8)
+    assert row.shape == (0, 656) and row.dtype == jnp.uint8
