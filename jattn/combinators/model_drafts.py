@@ -106,6 +106,7 @@ def propose(
     max_behind: int | None = None,
     lineage: Lineage = "parent",
     sampler: SamplerConfig = TEMPERATURES,
+    unroll: bool = False,
 ) -> tuple[DraftState, Candidates, jax.Array | None]:
     """Run the drafter num_steps times: once over the tokens that it has not seen, then once a level.
 
@@ -115,6 +116,7 @@ def propose(
       lineage: "parent" lets a node see its own ancestors. "slot" lets it see the nodes of its own branch number, as the
         original does after a beam changes branches: drafts are worse, and verification accepts fewer.
       sampler: with `rejection`, drafts are drawn as the request samples instead of being the likeliest; topk is 1.
+      unroll: levels one after another instead of in a loop, for whose end a host might wait.
     Returns: the draft state, with its cache written up to the newest token; every candidate; and, with rejection,
       f32[seqs, num_steps, vocab]: the distribution that each draft was drawn from.
     """
@@ -149,7 +151,7 @@ def propose(
     drawn_from = None if first is None else jnp.repeat(first[:, None], num_steps, axis=1)
     features = jnp.repeat(hidden[:, None], topk, axis=1) if drafter.ahead else None
     carry = (cache, jnp.zeros((seqs, topk, words), jnp.uint32), features, drawn_from)
-    (cache, _, _, drawn_from), candidates = grow(step, carry, probs, ids, num_steps=num_steps)
+    (cache, _, _, drawn_from), candidates = grow(step, carry, probs, ids, num_steps=num_steps, unroll=unroll)
     cached = jnp.where(state.decoding, start, cached)
     return dataclasses.replace(state.draft, cache=cache, cached=cached), candidates, drawn_from
 

@@ -87,18 +87,26 @@ def model_round(
     sampler: SamplerConfig = TEMPERATURES,
     lineage: Lineage = "parent",
     may_skip: bool = True,
+    unroll: bool = False,
 ) -> tuple[DecodeState, RoundReport]:
     """`decode_round` with a draft model, which grows a tree of `topk` branches and `num_steps` levels; topk 1: a chain.
 
     Args: drafter: a smaller model, or a head on the hidden states that `model` returns; its cache is
       `state.draft.cache`. num_steps: 0 drafts nothing, and the drafter does not run. num_nodes: nodes that are
-      verified, the newest token included. max_behind, lineage: as in `model_drafts.propose`; rounds of other steps may
-      have run before. The rest as in `tree_round`.
+      verified, the newest token included. max_behind, lineage, unroll: as in `model_drafts.propose`; rounds of other
+      steps may have run before. The rest as in `tree_round`.
     """
     if num_steps == 0:
         return _undrafted_round(model, drafter, state, shapes, sampler, may_skip)
     draft, candidates, draft_probs = propose(
-        drafter, state, topk=topk, num_steps=num_steps, max_behind=max_behind, lineage=lineage, sampler=sampler
+        drafter,
+        state,
+        topk=topk,
+        num_steps=num_steps,
+        max_behind=max_behind,
+        lineage=lineage,
+        sampler=sampler,
+        unroll=unroll,
     )
     state = dataclasses.replace(state, draft=draft)
     tree, scores = prune_ranked(candidates, state.newest, num_nodes=num_nodes)

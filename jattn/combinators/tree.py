@@ -81,6 +81,7 @@ def grow[Carry](
     ids: jax.Array,
     *,
     num_steps: int,
+    unroll: bool = False,
 ) -> tuple[Carry, Candidates]:
     """Grow a tree: each level's `topk` best paths are extended by `topk` tokens each, as a scan over levels.
 
@@ -89,6 +90,7 @@ def grow[Carry](
         ids i32[seqs, topk, topk]: the best continuations of each token. `beams` are the rows of the level before that
         the tokens continue (0 .. topk - 1; at level 0 a token's own place). It is called num_steps - 1 times.
       probs, ids: [seqs, topk], the best tokens behind the newest one.
+      unroll: lay the levels out one after another instead of in a loop.
 
     >>> probs = jnp.array([[[.5, .4], [.9, .05]], [[.7, .2], [.8, .1]]])
     >>> ids = jnp.array([[[21, 22], [23, 24]], [[31, 32], [33, 34]]])
@@ -115,7 +117,7 @@ def grow[Carry](
         return state, (found, ids, parents)
 
     start = (carry, probs, ids, first, first)
-    (carry, *_), levels = lax.scan(level, start, jnp.arange(num_steps - 1, dtype=jnp.int32))
+    (carry, *_), levels = lax.scan(level, start, jnp.arange(num_steps - 1, dtype=jnp.int32), unroll=unroll or 1)
     scores, tokens, parents = (jnp.moveaxis(x, 0, 1).reshape(seqs, -1) for x in levels)
     roots = jnp.full_like(first, ROOT)
     return carry, Candidates(
@@ -222,7 +224,7 @@ def walk(tree: DraftTree, targets: jax.Array, *, max_depth: int) -> tuple[jax.Ar
         return jnp.where(child < nodes, child, at), at
 
     start = jnp.zeros(tree.tokens.shape[0], jnp.int32)
-    last, path = lax.scan(down, start, None, length=max_depth)
+    last, path = lax.scan(down, start, None, length=max_depth, unroll=True)  # a few small steps: a loop costs more
     path = jnp.concatenate([path, last[None]]).T
     accepted = jnp.sum(path[:, 1:] != path[:, :-1], axis=1, dtype=jnp.int32)
     return path, _take(targets, path), accepted

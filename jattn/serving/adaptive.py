@@ -8,11 +8,14 @@ import functools
 
 from jattn.combinators.draft_shapes import NO_DRAFTS, DraftShape, RoundCosts, expected, odds_of
 
-_RATE = 0.2  # of the average, by the drafts of one request; those of n say as much as sqrt(n), and 0.4 at most
+# Of the two averages, by the drafts of one request; those of n say as much as sqrt(n), and 0.4 at most.
+_RATE, _RATE_LONG = 0.15, 0.04
+_LONG = 16  # rounds after which the second says something
 _RELUCTANCE = 1.03  # what a change from one shape to another must promise to give
+_TO_PLAIN, _TO_PLAIN_LONG = 1.1, 1.02  # the same, to no drafts: by the average of some rounds, and by that of many
 _STAY = 2  # rounds between two changes
 _TRIAL = 8  # rounds after which a probe has shown that drafts are worth it again
-_WAIT, _LONGEST_WAIT = 96, 1536  # rounds without drafts before a probe; each that fails doubles the wait
+_WAIT, _LONGEST_WAIT = 48, 1536  # rounds without drafts before a probe; each that fails doubles the wait
 _CELLS = 16  # of an accepted draft, in tables
 _EASIEST = 9.0  # odds of texts that a probe may find
 
@@ -56,9 +59,13 @@ class AdaptiveShape:
         if self.shape == NO_DRAFTS:
             self._try(num_active)
             return self.current
-        best = self._next_of(self.current, round(self.accepted * _CELLS), self._tier(num_active))
+        tier = self._tier(num_active)
+        best = self._next_of(self.current, round(self.accepted * _CELLS), tier, _TO_PLAIN)
+        if self._rounds > _LONG:
+            later = self._next_of(self.current, round(self._accepted_long * _CELLS), tier, _TO_PLAIN_LONG)
+            best = later if self.shapes[later] == NO_DRAFTS else best
         if best != self.current:
-            self._odds = odds_of(self.shape, 1 + self.accepted)
+            self._odds = odds_of(self.shape, 1 + min(self.accepted, self._accepted_long))
             if self._probing and self.shapes[best] == NO_DRAFTS:
                 self._wait = min(2 * self._wait, _LONGEST_WAIT)
             self._enter(best)
@@ -69,8 +76,9 @@ class AdaptiveShape:
     def record(self, index: int, counts: list[int]) -> None:
         """Note a round of shape `index`: the tokens of each request. One from before the last change is left out."""
         if index == self.current and self.shape != NO_DRAFTS and counts:
-            rate = min(_RATE * len(counts) ** 0.5, 0.4)
-            self.accepted += rate * (sum(counts) / len(counts) - 1 - self.accepted)
+            mean, weight = sum(counts) / len(counts) - 1, len(counts) ** 0.5
+            self.accepted += min(_RATE * weight, 0.4) * (mean - self.accepted)
+            self._accepted_long += min(_RATE_LONG * weight, 0.4) * (mean - self._accepted_long)
 
     def admitted(self, num_active: int) -> None:
         """A request has come, one of so many: the fewer they are, the less is known of them."""
@@ -91,6 +99,7 @@ class AdaptiveShape:
     def _enter(self, index: int, accepted: float | None = None) -> None:
         self.current, self._rounds = index, 0
         self.accepted = expected(self.shape, self._odds) - 1 if accepted is None else accepted
+        self._accepted_long = self.accepted
 
     def _try(self, num_active: int) -> None:
         # drafts, where the batch is now one for which they pay; or a probe, if it may show that they do
@@ -122,8 +131,8 @@ class AdaptiveShape:
         gains = self._gains(odds, tier)
         return gains.index(max(gains))
 
-    def _next_at(self, current: int, cell: int, tier: int) -> int:
+    def _next_at(self, current: int, cell: int, tier: int, to_plain: float) -> int:
         gains = self._gains(odds_of(self.shapes[current], 1 + cell / _CELLS), tier)
         best = gains.index(max(gains))
-        reluctance = 1.0 if self.shapes[best] == NO_DRAFTS else _RELUCTANCE
+        reluctance = to_plain if self.shapes[best] == NO_DRAFTS else _RELUCTANCE
         return best if gains[best] > reluctance * gains[current] else current

@@ -249,7 +249,7 @@ def _rounds(config: ProgramConfig) -> list[Callable]:
         if config.topk > 1:
             return [functools.partial(tree_round, topk=config.topk, num_nodes=config.width, **common)]
         return [functools.partial(decode_round, **common)]
-    common |= dict(lineage=config.lineage, max_behind=config.num_steps + 1)
+    common |= dict(lineage=config.lineage, max_behind=config.num_steps + 1, unroll=not branches)
     return [
         functools.partial(
             model_round,
