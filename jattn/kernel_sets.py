@@ -69,7 +69,7 @@ KERNELS: tuple[KernelRow, ...] = (
     KernelRow(
         set="hopper",
         op="attend",
-        provides=_BASE | _MODEL | {Feature.FULL, Feature.TREE, Feature.FP8_KV},
+        provides=_BASE | _MODEL | {Feature.RAGGED, Feature.FULL, Feature.TREE, Feature.FP8_KV},
         function=attention_sm90.paged_attention,
         ragged=attention_sm90.ragged_attention,
         ragged_interpreted=attention_xla.ragged_attention,

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels._common import float8
 from pallas_kernels.attention import mosaic_gpu_sm90 as decode
 from pallas_kernels.attention import mosaic_gpu_sm90_prefill as prefill
+from pallas_kernels.attention import xla
 
 MOST_DECODE_ROWS = 64
 """Query tokens a request up to which the decode kernel serves: it cuts keys among programs where queries are few."""
@@ -49,8 +50,11 @@ def ragged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over packed keys; arguments, results and errors as in `pallas_kernels.attention.xla.ragged_attention`.
 
-    The prefill kernel's at any length; trees are refused.
+    The prefill kernel's at any length. Trees are plain JAX's: what verifies a tree has its keys in pages, but for the
+    expanded forms of latent attention, which are for more query tokens than trees have.
     """
+    if mask == "tree":
+        return xla.ragged_attention(q, k, v, mask=mask, **more)
     return prefill.ragged_attention(q, k, v, mask=mask, **_without_tree(mask, more))
 
 
