@@ -401,3 +401,15 @@ def test_the_door_on_hopper_prefills_with_this_kernel(monkeypatch):
         forms.paged_attention(q, pages, pages, max_q_len=65, tree_bits=1)
     monkeypatch.setattr(forms.prefill, "ragged_attention", lambda *args, **given: given)
     assert forms.ragged_attention(q, q, q, cu_kv_lens=None, tree_bits=None) == dict(mask="causal", cu_kv_lens=None)
+
+
+def test_trees_over_packed_keys_are_plain_jaxs_on_hopper():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((9, heads, 64)), jnp.bfloat16) for heads in (2, 1, 1))
+    lens, starts = jnp.array([0, 4, 9], jnp.int32), jnp.zeros(2, jnp.int32)
+    bits = jnp.asarray([[1], [3], [5], [9], [1], [3], [5], [9], [17]], jnp.uint32)
+    tree = dict(mask="tree", tree_bits=bits, tree_starts=starts, cu_kv_lens=lens, cu_q_lens=lens)
+    got, want = (
+        op(q, k, v, max_q_len=5, sm_scale=0.1, **tree) for op in (forms.ragged_attention, xla.ragged_attention)
+    )
+    assert all((a == b).all() for a, b in zip(got, want, strict=True)) and (got[0] != 0).any()
