@@ -26,7 +26,7 @@ def mask(static: Static, arrays: Arrays, item: Item, block, start, scores):
 
     start: first of these 64 rows in the tile.
     """
-    if not static.interpret:
+    if not (static.interpret or static.packed and static.words):  # with both, registers are short either way
         first = block * static.config.block_kv
         if static.words:
             return _tree_inline(static, arrays, item, first, start, scores)

@@ -70,7 +70,7 @@ class Device:
             for rows in (4, 16)
         }
         return Programs(
-            round=lambda _, state, report: self.round(state),
+            rounds=(lambda _, state, report: self.round(state),),
             prefill=chunks,
             admit=self.admit,
             release=self.release,
