@@ -12,9 +12,9 @@ Rows are JSON lines {family, peer, shape, dtype, ms, tflops, gbps, pct_of_roof, 
   max_rel_err  worst |out - ref| / |ref| over checked rows, ref in float64 from the same inputs
 
 Inputs are random normals. Calls rotate over enough input sets to leave the L2; a figure is the median of --runs, which
-take turns with those of the peers. With `--jobs N`, N processes compile side by side and take turns on the card: set
-XLA_PYTHON_CLIENT_PREALLOCATE=false. With torch's peers (`--torch`, `--fa3 PATH`), run with
-the same; all are read by the same timer.
+take turns with those of the peers. With `--jobs N`, N processes compile side by side and take turns on the card.
+With them, and with torch's peers (`--torch`, `--fa3 PATH`), run with XLA_PYTHON_CLIENT_PREALLOCATE=false; all are read
+by the same timer.
 """
 
 import argparse

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from bench_engine import engine_of
 
 import jattn.combinators.draft_shapes
 from jattn.combinators.draft_shapes import ACCEPTED, NO_DRAFTS, DraftShape
 from jattn.loaders.chat import render_chat
-from jattn.sampling import SamplerConfig
-from jattn.serving.engine import Engine
 from jattn.serving.loaded import LoadedModel, Options, load
 from jattn.serving.request import Request
 
@@ -76,16 +75,12 @@ def _table(loaded: LoadedModel, ms: dict[str, dict[str, float]]) -> dict[str, An
 
 def _measured(loaded: LoadedModel, batch: int, turns: int, burst: int) -> dict[str, float]:
     shapes = (NO_DRAFTS, *ACCEPTED)
-    engine = Engine(
-        loaded.model,
-        num_layers=loaded.config.num_layers,
+    engine = engine_of(
+        loaded,
         num_slots=batch,
-        num_pages=batch * 64,
         page_size=16,
-        max_context=1024,
         num_steps=0,
         kind=loaded.platform.kind,
-        sampler=SamplerConfig(random=False),
         drafter=loaded.drafter,
         draft_shapes=shapes,
         kv_dtype=loaded.model.embed.dtype,

@@ -24,6 +24,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import matplotlib
+from bench_engine import GREEDY, engine_of
 from flax import nnx
 
 from jattn.combinators.budget import accept_chance
@@ -35,7 +36,6 @@ from jattn.combinators.tree import link, prune_ranked, walk
 from jattn.combinators.verify import verify_tree
 from jattn.loaders.chat import render_chat
 from jattn.models.load import first_layers
-from jattn.sampling import SamplerConfig
 from jattn.serving.engine import Engine
 from jattn.serving.loaded import LoadedModel, Options, load
 from jattn.serving.request import Request
@@ -44,7 +44,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the backend is chosen)
 
 RESULTS = Path(__file__).parent / "results"
-GREEDY = SamplerConfig(random=False)
 STAGES = ("draft", "verify", "accept")
 WARM_ROUNDS = 8  # before a state is taken
 PASSAGE = (
@@ -129,18 +128,12 @@ def _measure(loaded: LoadedModel, arm: Arm, requests: list[Request], repeats: in
         "itself": lambda: loaded.model,
         "20 layers": lambda: first_layers(loaded.model, 20),
     }[arm.kind]()
-    engine = Engine(
-        loaded.model,
-        num_layers=loaded.config.num_layers,
-        num_slots=1,
-        num_pages=1024 // loaded.page_size,
-        page_size=loaded.page_size,
-        max_context=1024,
+    engine = engine_of(
+        loaded,
         num_steps=arm.num_steps,
         topk=arm.topk,
         num_nodes=arm.num_nodes,
         kind="cuda",  # rows count as nearly free there, so every draft is verified
-        sampler=GREEDY,
         drafter=drafter,
         lineage=arm.lineage,
     )

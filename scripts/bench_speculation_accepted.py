@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_speculation_arms import ARMS, GREEDY, Arm, Keep, whole_round
+from bench_engine import GREEDY, engine_of
+from bench_speculation_arms import ARMS, Arm, Keep, whole_round
 
 from jattn.cache import Cache
 from jattn.combinators.costs import Variant
@@ -21,7 +22,6 @@ from jattn.models.decoder import new_cache
 from jattn.models.draft_head import DraftHead
 from jattn.plan import Plan, rows_of
 from jattn.resolve import resolve
-from jattn.serving.engine import Engine
 from jattn.serving.loaded import LoadedModel
 from jattn.serving.request import Request
 from jattn.spec import AttnSpec
@@ -230,18 +230,14 @@ def _served(args, loaded: LoadedModel, prompts: dict[str, list[list[int]]]) -> d
 
 def _engine_run(loaded: LoadedModel, prompts, tokens: int, arm: Arm | None) -> tuple[list[list[int]], float]:
     context = -(-(max(map(len, prompts)) + tokens + 64) // 256) * 256
-    engine = Engine(
-        loaded.model,
-        num_layers=loaded.config.num_layers,
+    engine = engine_of(
+        loaded,
         num_slots=8,
-        num_pages=8 * context // loaded.page_size,
-        page_size=loaded.page_size,
         max_context=context,
         num_steps=arm.num_steps if arm else 0,
         topk=arm.topk if arm else 1,
         num_nodes=arm.num_nodes if arm else None,
         kind="cuda",  # rows count as nearly free there, so nearly every draft is verified
-        sampler=GREEDY,
         drafter=loaded.drafter if arm else None,
     )
     stop_ids = tuple(loaded.tokenizer.eos_ids)

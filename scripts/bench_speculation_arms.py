@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
+from bench_engine import GREEDY
 
 from jattn.combinators.costs import Variant
 from jattn.combinators.model_drafts import propose
@@ -12,9 +13,7 @@ from jattn.combinators.state import DecodeState
 from jattn.combinators.tree import link, prune_ranked, walk
 from jattn.combinators.verify import verify_tree
 from jattn.models.draft_head import DraftHead
-from jattn.sampling import SamplerConfig
 
-GREEDY = SamplerConfig(random=False)
 Keep = Callable[[], object]  # writes what is measured so far
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from bench_speculation_arms import GREEDY, Arm, Keep
+from bench_engine import GREEDY, engine_of
+from bench_speculation_arms import Arm, Keep
 from flax import nnx
 
 from jattn.combinators.model_drafts import propose
@@ -18,7 +19,6 @@ from jattn.combinators.round import model_round
 from jattn.combinators.tree import link, prune_ranked
 from jattn.combinators.verify import verify_tree
 from jattn.models.draft_head import DraftHead, WithStreams
-from jattn.serving.engine import Engine
 from jattn.serving.loaded import LoadedModel, Options
 from jattn.serving.request import Request
 from jattn.serving.session import Session
@@ -105,18 +105,12 @@ def _parts(loaded: LoadedModel, arm: Arm, prompt: list[int], turns: int) -> dict
     assert isinstance(head, DraftHead)
 
     def in_the_middle(arm: Arm | None):
-        engine = Engine(
-            loaded.model,
-            num_layers=loaded.config.num_layers,
-            num_slots=1,
-            num_pages=1024 // loaded.page_size,
-            page_size=loaded.page_size,
-            max_context=1024,
+        engine = engine_of(
+            loaded,
             num_steps=arm.num_steps if arm else 0,
             topk=arm.topk if arm else 1,
             num_nodes=arm.num_nodes if arm else None,
             kind="cpu",
-            sampler=GREEDY,
             drafter=head if arm else None,
         )
         engine.submit(Request(prompt_ids=prompt, max_new_tokens=1024 - len(prompt), stop_ids=()))

@@ -67,9 +67,8 @@ def _kernel(parts, part_lse, tiles, *rest, shape: Shape, chunk: int, chunks: int
     used = tokens * shape.group
 
     def rows_from(i, _):
-        start = i * chunk
-        fetch = _fetched(parts, part_lse, first, count, used, start, head, shape, (chunk, shape.v_dim))
-        size = (chunk, shape.v_dim)
+        start, size = i * chunk, (chunk, shape.v_dim)
+        fetch = _fetched(parts, part_lse, first, count, used, start, head, shape, size)
         out_rows, out_lse = _merged(fetch, count, sinks, used, start, head, shape.group, size, at_once)
         where = Rows(row, head * shape.group, used, shape.group, shape.kv_heads * shape.group)
         parts_io.store_strided(out, out_rows.astype(out.dtype), where, start=start)

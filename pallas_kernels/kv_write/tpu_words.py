@@ -6,6 +6,7 @@ XLA's scatter would lay out anew a pool whose tokens are one tile row each, and 
 # pyright: reportArgumentType=false
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -56,23 +57,25 @@ def _call(pool, words, at, interpret):
 
 
 def _kernel(at, words, _, pool, arrived, *, page_size: int):
-    tokens = words.shape[0]
+    def store(i):
+        target = pool.at[lax.div(at[i], page_size), lax.rem(at[i], page_size)]
+        return pltpu.make_async_copy(words.at[i], target, arrived)
 
+    one = pltpu.make_async_copy(words.at[0], words.at[0], arrived)
+    _copied(words.shape[0], lambda i: at[i] >= 0, store, one)
+
+
+def _copied(count: int, wanted: Callable, copy_of: Callable, one) -> None:
+    # start copy i of `count`, where it is wanted, then wait for all; one: a copy of the same bytes
     def start(i, copies):
-        row = at[i]
-
-        @pl.when(row >= 0)
-        def _():
-            target = pool.at[lax.div(row, page_size), lax.rem(row, page_size)]
-            pltpu.make_async_copy(words.at[i], target, arrived).start()
-
-        return copies + (row >= 0).astype(jnp.int32)
+        pl.when(wanted(i))(lambda: copy_of(i).start())
+        return copies + wanted(i).astype(jnp.int32)
 
     def wait(_, x):
-        pltpu.make_async_copy(words.at[0], words.at[0], arrived).wait()
+        one.wait()
         return x
 
-    lax.fori_loop(0, lax.fori_loop(0, tokens, start, jnp.int32(0)), wait, 0)
+    lax.fori_loop(0, lax.fori_loop(0, count, start, jnp.int32(0)), wait, 0)
 
 
 def move_words(
@@ -116,20 +119,11 @@ def _move_kernel(sources, to, _, pool, taken, arrived, *, page_size: int, capaci
         return pool.at[lax.div(at, page_size), lax.rem(at, page_size)]
 
     def each(copy_of):
-        def start(i, copies):
-            layer, move = lax.div(i, moves), lax.rem(i, moves)
+        def copy(i):
+            return copy_of(lax.div(i, moves), lax.rem(i, moves))
 
-            @pl.when(to[move] >= 0)
-            def _():
-                copy_of(layer, move).start()
-
-            return copies + (to[move] >= 0).astype(jnp.int32)
-
-        def wait(_, x):
-            pltpu.make_async_copy(taken.at[0, 0], taken.at[0, 0], arrived).wait()
-            return x
-
-        lax.fori_loop(0, lax.fori_loop(0, num_layers * moves, start, jnp.int32(0)), wait, 0)
+        one = pltpu.make_async_copy(taken.at[0, 0], taken.at[0, 0], arrived)
+        _copied(num_layers * moves, lambda i: to[lax.rem(i, moves)] >= 0, copy, one)
 
     each(lambda layer, move: pltpu.make_async_copy(row(sources[move], layer), taken.at[layer, move], arrived))
     each(lambda layer, move: pltpu.make_async_copy(taken.at[layer, move], row(to[move], layer), arrived))

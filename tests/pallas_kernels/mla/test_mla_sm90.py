@@ -3,6 +3,7 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 import dataclasses
+import functools
 
 import float64
 import jax
@@ -321,17 +322,12 @@ def _parts(lengths, heads: int) -> np.ndarray:
     """Parts of each request of one query token, by what the kernel takes by itself for rows of 576."""
     room = -(-max(lengths) // 64)
     config = heuristic(max_q_len=1, num_heads=heads, num_seqs=len(lengths), k_dim=576, kv_room=64 * room)
-    made = schedules.make(
-        config,
-        Rules(sm_scale=1.0, mask="causal"),
-        None,
+    static = dict(num_tokens=len(lengths), max_q_len=1, group=heads, page_size=64)
+    make = jax.jit(functools.partial(schedules.make, config, Rules(sm_scale=1.0, mask="causal"), None, **static))
+    made = make(
         seq_lens=jnp.asarray(lengths, jnp.int32),
         cu_q_lens=jnp.arange(len(lengths) + 1, dtype=jnp.int32),
-        num_tokens=len(lengths),
-        max_q_len=1,
-        group=heads,
         page_table=jnp.zeros((len(lengths), room), jnp.int32),
-        page_size=64,
     )
     items = np.asarray(made.items)
     items = items[items[:, schedules.TOKENS] > 0]
