@@ -106,6 +106,11 @@ def _add_option_fields(parser: argparse.ArgumentParser) -> None:
         "--logit-bias", action="append", default=[], metavar="ID=VALUE", help="add VALUE to the logit of token ID"
     )
     parser.add_argument(
+        "--enable-multi-layer-eagle",
+        action="store_true",
+        help="with --draft nextn: a layer of the model's MTP a step, not the first for every step",
+    )
+    parser.add_argument(
         "--rejection-sampling", action="store_true", help="draw a draft model's chains, accept by rejection sampling"
     )
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at the model's end token")

@@ -29,7 +29,8 @@ from flax import nnx
 
 from jattn.combinators.budget import accept_chance
 from jattn.combinators.costs import Variant
-from jattn.combinators.model_drafts import LanguageModel, Lineage, propose
+from jattn.combinators.drafter import LanguageModel
+from jattn.combinators.model_drafts import Lineage, propose
 from jattn.combinators.ngram import find_many, ngram_tree
 from jattn.combinators.round import advance, to_the_front
 from jattn.combinators.tree import link, prune_ranked, walk

@@ -7,7 +7,7 @@ from flax import nnx
 from jattn.models.config import ModelConfig
 from jattn.models.decoder import Decoder
 from jattn.models.draft_head import DraftHead, Eagle, Eagle3
-from jattn.models.next_token import NextToken
+from jattn.models.next_token import NextToken, NextTokens
 from jattn.resolve import resolve
 from jattn.spec import AttnSpec
 
@@ -52,3 +52,16 @@ def draft_head(target: Decoder, kind: str, *, num_ids: int | None = None, seed: 
     if num_ids is not None:
         ids = jnp.asarray(np.random.default_rng(seed).permutation(target.config.vocab_size)[:num_ids], jnp.int32)
     return DraftHead(body, target, token_ids=ids, taps=taps)
+
+
+def layer_head(
+    target: Decoder, num_layers: int, *, chained: bool = True, token_ids: list[int] | None = None, seed: int = 3
+) -> DraftHead:
+    """A random head of a layer a step, of the target's own kind; it drafts `token_ids`, or any token."""
+    spec, rngs = target.config.attn_spec(None), nnx.Rngs(seed)
+    choice = resolve(spec, "native", "cpu")
+    layers = [
+        NextToken(target.config, spec, choice, rngs=rngs, weight_first=True, index=index) for index in range(num_layers)
+    ]
+    ids = None if token_ids is None else jnp.asarray(token_ids, jnp.int32)
+    return DraftHead(NextTokens(layers, chained=chained), target, token_ids=ids)

@@ -1,5 +1,7 @@
 """A tiny random model for tests of behaviour."""
 
+import dataclasses
+
 from flax import nnx
 
 from jattn.models.config import ModelConfig
@@ -20,6 +22,7 @@ CONFIG = ModelConfig(
 )
 
 
-def tiny(kv_dtype=None):
-    spec = CONFIG.attn_spec(kv_dtype)
-    return Decoder(CONFIG, spec, resolve(spec, "native", "cpu"), rngs=nnx.Rngs(0), weight_first=True)
+def tiny(kv_dtype=None, num_layers=CONFIG.num_layers):
+    config = dataclasses.replace(CONFIG, num_layers=num_layers)
+    spec = config.attn_spec(kv_dtype)
+    return Decoder(config, spec, resolve(spec, "native", "cpu"), rngs=nnx.Rngs(0), weight_first=True)

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jattn.combinators.accept import append, finish
-from jattn.combinators.model_drafts import Drafter, read_prompt
+from jattn.combinators.drafter import Drafter
+from jattn.combinators.model_drafts import read_prompt
 from jattn.combinators.state import Decoder, DecodeState, RoundReport, Status
 from jattn.modes import ForwardMode
 from jattn.plan import make_plan, rows_of

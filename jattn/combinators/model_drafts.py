@@ -7,89 +7,22 @@ rounds without drafts cost nothing but their features' copy.
 """
 
 import dataclasses
-from typing import Literal, Protocol
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from jattn.cache import Cache
-from jattn.combinators.state import Decoder, DecodeState, DraftState
+from jattn.combinators.drafter import Drafter, behind_plan, offer
+from jattn.combinators.layer_drafts import check_layers, propose_by_layers
+from jattn.combinators.state import DecodeState, DraftState
 from jattn.combinators.tree import Candidates, grow
 from jattn.combinators.verify import by_request, owners_of
 from jattn.modes import ForwardMode
 from jattn.plan import Plan, Tree, make_plan, rows_of
-from jattn.sampling import TEMPERATURES, SamplerConfig, token_probs
-from jattn.sampling.draw import Stream, coins, pick
+from jattn.sampling import TEMPERATURES, SamplerConfig
 
 Lineage = Literal["parent", "slot"]
-
-
-class Drafter(Protocol):
-    """A model that drafts.
-
-    Row i of its cache reads token i + `ahead`, but for those it missed; with ahead 1, beside the row's features.
-    """
-
-    @property
-    def ahead(self) -> int:
-        """0: a language model; 1: a head on the target's hidden states."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Of the target."""
-        ...
-
-    def __call__(
-        self, tokens: jax.Array, features: jax.Array | None, cache: Cache, plan: Plan, /
-    ) -> tuple[jax.Array, Cache]:
-        """i32[rows], and [rows, d] or None -> hidden states [rows, d], which are the features a level below."""
-        ...
-
-    def logits(self, hidden: jax.Array, /) -> jax.Array:
-        """[rows, d] -> f32[rows, n], n tokens of the drafter's vocabulary."""
-        ...
-
-    def kept(self, hidden: jax.Array, /) -> jax.Array:
-        """The target's hidden states [..., all] -> what must be kept of them until a row reads it, [..., width]."""
-        ...
-
-    def features(self, kept: jax.Array, /) -> jax.Array:
-        """What was kept [..., width] -> what a row reads, [..., d]."""
-        ...
-
-    def token_ids(self) -> jax.Array | None:
-        """i32[n]: the target's ids of the drafter's vocabulary; None where they are the same."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LanguageModel:
-    """A language model with the target's vocabulary as a drafter: it reads tokens alone."""
-
-    model: Decoder
-    vocab_size: int
-    ahead: int = 0
-
-    def __call__(self, tokens, features, cache, plan, /):
-        """As the model; features are None."""
-        return self.model(tokens, cache, plan)
-
-    def logits(self, hidden, /):
-        """As the model."""
-        return self.model.logits(hidden)
-
-    def kept(self, hidden, /):
-        """As `features`."""
-        return self.features(hidden)
-
-    def features(self, kept, /):
-        """It reads none: refused, since a state with room for them belongs to another drafter."""
-        raise TypeError("a language model reads no features of the target")
-
-    def token_ids(self):
-        """The same."""
-        return None
 
 
 def rows_ahead(*, topk: int, num_steps: int) -> int:
@@ -122,10 +55,13 @@ def propose(
     """
     if sampler.rejection and topk > 1:
         raise ValueError(f"topk={topk} with rejection sampling: its drafts are chains, so want topk=1")
+    if drafter.ahead > 1:
+        check_layers(drafter.ahead, topk=topk, num_steps=num_steps)
+        return propose_by_layers(drafter, state, max_behind=max_behind or num_steps + 1, sampler=sampler)
     cache, cached, missed = state.draft.of_model
     start = state.seq_lens + 1 - drafter.ahead - missed  # the row of the first node
     cache, hidden, logits = _catch_up(drafter, state, cache, start, max_rows=max_behind or num_steps + 1)
-    probs, ids, first = _propose(drafter, logits[:, None], state, 0, topk, sampler)
+    probs, ids, first = offer(drafter, logits[:, None], state, 0, topk, sampler)
     probs, ids = probs[:, 0], ids[:, 0]
     seqs, nodes = ids.shape[0], max(rows_ahead(topk=topk, num_steps=num_steps), 1)
     words = -(-nodes // 32)
@@ -142,7 +78,7 @@ def propose(
         read = None if features is None else features[seq, beams[seq, idx]]
         hidden, cache = drafter(tokens[seq, idx], read, cache, plan)
         logits = by_request(drafter.logits(hidden), plan, topk)
-        probs, ids, drawn = _propose(drafter, logits, state, level + 1, topk, sampler)
+        probs, ids, drawn = offer(drafter, logits, state, level + 1, topk, sampler)
         if drawn is not None:
             drawn_from = drawn_from.at[:, level + 1].set(drawn)
         features = None if features is None else by_request(hidden, plan, topk)
@@ -163,15 +99,23 @@ def pass_over(drafter: Drafter, state: DecodeState, kept: jax.Array | None) -> D
     """
     _, cached, missed = state.draft.of_model
     missed = jnp.where(state.decoding, state.seq_lens - drafter.ahead - cached, missed)
-    return dataclasses.replace(state.draft, missed=missed, features=keep(state, kept))
+    return dataclasses.replace(state.draft, missed=missed, features=keep(drafter, state, kept))
 
 
-def keep(state: DecodeState, kept: jax.Array | None) -> jax.Array | None:
-    """`DraftState.features` behind a round: kept [seqs, n, width] of its newest token and what was accepted behind."""
+def keep(drafter: Drafter, state: DecodeState, kept: jax.Array | None) -> jax.Array | None:
+    """`DraftState.features` behind a round: kept [seqs, n, width] of its newest token and what was accepted behind.
+
+    Args: state: from before the round's tokens. With ahead > 1, ahead - 1 rows that `propose` left stand before.
+    """
     held = state.draft.features
     if held is None or kept is None:
         return held
-    return held.at[:, : kept.shape[1]].set(jnp.where(state.decoding[:, None, None], kept, held[:, : kept.shape[1]]))
+    before, num_kept = jnp.minimum(state.seq_lens, max(drafter.ahead - 1, 0)), kept.shape[1]
+    if drafter.ahead <= 1:
+        return held.at[:, :num_kept].set(jnp.where(state.decoding[:, None, None], kept, held[:, :num_kept]))
+    at = jnp.arange(held.shape[1], dtype=jnp.int32)[None] - before[:, None]
+    new = jnp.take_along_axis(kept, jnp.clip(at, 0, num_kept - 1)[..., None], axis=1)
+    return jnp.where((state.decoding[:, None] & (at >= 0) & (at < num_kept))[..., None], new, held)
 
 
 def read_prompt(
@@ -180,7 +124,7 @@ def read_prompt(
     """The drafter reads a prefill chunk that the target has just computed.
 
     Args: state: from before the chunk. hidden: of the target, [rows, width]. ids, plan: the chunk's. q_lens: i32[seqs].
-    Returns: the draft state. With ahead 1 the chunk's last row is kept for later: its next token is not known yet.
+    Returns: the draft state. The chunk's last `ahead` rows are kept for later: their next tokens are not known yet.
     """
     cache, cached, _ = state.draft.of_model
     if not drafter.ahead:
@@ -188,19 +132,30 @@ def read_prompt(
         return dataclasses.replace(state.draft, cache=cache, cached=jnp.where(q_lens > 0, plan.seq_lens, cached))
     kept, held = drafter.kept(hidden), state.draft.features
     assert held is not None
-    ends = jnp.maximum(plan.seq_lens - 1, 0)
-    behind = _behind_plan(state, ends, jnp.where(q_lens > 0, ends - cached, 0), cache.page_size, hidden.shape[0])
+
+    def rows_at(seq, place):
+        # what was kept of rows at `place` in a request: of this chunk, or from the last one
+        at = place - state.seq_lens[seq]
+        here = kept[jnp.clip(plan.cu_q_lens[seq] + at, 0, kept.shape[0] - 1)]
+        before = held[seq, jnp.clip(place - cached[seq], 0, held.shape[1] - 1)]
+        return jnp.where((at >= 0)[..., None], here, before)
+
+    ends = jnp.maximum(plan.seq_lens - drafter.ahead, 0)
+    behind = behind_plan(state, ends, jnp.where(q_lens > 0, ends - cached, 0), cache.page_size, hidden.shape[0])
     seq, _, valid = rows_of(behind.cu_q_lens, behind.num_tokens)
-    ids = jnp.where(valid, state.tokens[seq, behind.positions + 1], 0)
-    at = plan.cu_q_lens[seq] + behind.positions - state.seq_lens[seq]  # in the chunk; -1: the row kept from the last
-    rows = jnp.where((at >= 0)[:, None], kept[jnp.clip(at, 0, kept.shape[0] - 1)], held[seq, 0])
-    _, cache = drafter(ids, drafter.features(rows), cache, behind)
-    last = jnp.clip(plan.cu_q_lens[1:] - 1, 0, kept.shape[0] - 1)
+    features = drafter.features(rows_at(seq, behind.positions))
+    for level in range(drafter.ahead):
+        ids = jnp.where(valid, state.tokens[seq, behind.positions + 1 + level], 0)
+        out, cache = drafter(ids, features, cache, behind, level=level)
+        features = out if drafter.chained else features
+    last = ends[:, None] + jnp.arange(drafter.ahead, dtype=jnp.int32)[None]
+    seq = jnp.broadcast_to(jnp.arange(last.shape[0], dtype=jnp.int32)[:, None], last.shape)
+    waiting = jnp.where((q_lens > 0)[:, None, None], rows_at(seq, last), held[:, : drafter.ahead])
     return dataclasses.replace(
         state.draft,
         cache=cache,
         cached=jnp.where(q_lens > 0, ends, cached),
-        features=held.at[:, 0].set(jnp.where((q_lens > 0)[:, None], kept[last], held[:, 0])),
+        features=held.at[:, : drafter.ahead].set(waiting),
     )
 
 
@@ -209,7 +164,7 @@ def _catch_up(drafter: Drafter, state: DecodeState, cache: Cache, start: jax.Arr
     # states [seqs, d] and logits f32[seqs, n]
     _, cached, missed = state.draft.of_model
     behind = jnp.where(state.decoding, start - cached, 0)
-    plan = _behind_plan(state, start, behind, cache.page_size, start.shape[0] * max_rows, max_rows)
+    plan = behind_plan(state, start, behind, cache.page_size, start.shape[0] * max_rows, max_rows)
     seq, idx, valid = rows_of(plan.cu_q_lens, plan.num_tokens)
     ids = jnp.where(valid, state.tokens[seq, plan.positions + drafter.ahead + missed[seq]], 0)
     features = None
@@ -219,19 +174,6 @@ def _catch_up(drafter: Drafter, state: DecodeState, cache: Cache, start: jax.Arr
     hidden, cache = drafter(ids, features, cache, plan)
     hidden = hidden[jnp.clip(plan.cu_q_lens[1:] - 1, 0, plan.num_tokens - 1)]
     return cache, hidden, drafter.logits(hidden)
-
-
-def _behind_plan(state: DecodeState, ends, q_lens, page_size: int, num_tokens: int, max_q_len: int | None = None):
-    # the newest q_lens rows of the first `ends`
-    return make_plan(
-        ForwardMode.DRAFT_EXTEND_V2,
-        jnp.where(q_lens > 0, ends, 0),
-        q_lens,
-        state.page_table,
-        page_size=page_size,
-        num_tokens=num_tokens,
-        max_q_len=max_q_len or num_tokens,
-    )
 
 
 def _level_plan(state: DecodeState, bits, start, level, topk: int, nodes: int, page_size: int):
@@ -255,18 +197,3 @@ def _level_plan(state: DecodeState, bits, start, level, topk: int, nodes: int, p
     # past its limit a request owns no page: what lies there is another's
     owned = start[seq] + level * topk + idx < state.limits[seq] - 1
     return dataclasses.replace(plan, write_slots=jnp.where(owned, plan.write_slots, -1)), seq, idx
-
-
-def _propose(drafter: Drafter, logits, state: DecodeState, level, topk: int, sampler: SamplerConfig):
-    # logits f32[seqs, branches, n] -> probs and ids [seqs, branches, topk] of the likeliest tokens; or of one that is
-    # drawn, with the distribution f32[seqs, vocab] it comes from
-    known = drafter.token_ids()
-    if not sampler.rejection:
-        probs, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), topk)
-        return probs, ids if known is None else known[ids], None
-    probs = token_probs(logits[:, 0], state.sampling)
-    token = pick(probs, coins(state.sampling.seed, state.seq_lens + 1 + level, Stream.DRAFT))[:, None]
-    drawn = jnp.take_along_axis(probs, token, axis=1)[:, None]
-    if known is not None:
-        token, probs = known[token], jnp.zeros((probs.shape[0], drafter.vocab_size)).at[:, known].set(probs)
-    return drawn, token[:, None], probs

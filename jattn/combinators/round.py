@@ -11,7 +11,8 @@ from jattn.cache import Cache
 from jattn.combinators import budget
 from jattn.combinators.accept import accepted_lens, append, finish
 from jattn.combinators.costs import Variant
-from jattn.combinators.model_drafts import Drafter, Lineage, keep, pass_over, propose
+from jattn.combinators.drafter import Drafter
+from jattn.combinators.model_drafts import Lineage, keep, pass_over, propose
 from jattn.combinators.ngram import find_many, ngram_draft, ngram_tree
 from jattn.combinators.state import Decoder, DecodeState, RoundReport
 from jattn.combinators.tree import DraftTree, link, prune_ranked, walk
@@ -133,7 +134,7 @@ def model_round(
     )
     tried = jnp.max(jnp.where(jnp.arange(num_nodes - 1)[None] < done.take[:, None], depth, 0), axis=1)
     draft = budget.record(state.draft, kind, tried, done.accepted)
-    draft = dataclasses.replace(draft, features=keep(state, done.features))
+    draft = dataclasses.replace(draft, features=keep(drafter, state, done.features))
     return _settle(dataclasses.replace(state, draft=draft), done.targets, done.accepted, done.take, done.shape, shapes)
 
 

@@ -90,7 +90,8 @@ class DecodeState:
     ) -> "DecodeState":
         """All slots free. num_biases: logit biases of a request. draft_cache: of a draft model; pages as in `cache`.
 
-        draft_features: [num_seqs, num_steps + 1, width], what a head keeps of the target's hidden states.
+        draft_features: [num_seqs, num_steps + ahead, width], what a head keeps of the target's hidden states; ahead as
+          in `drafter.Drafter`.
         """
         max_pages = -(-max_context // cache.page_size)
 

@@ -63,6 +63,7 @@ class Family:
     latent: bool = False  # latent attention, with the widths in the file
     topk_method: str = "greedy"  # with latent attention: how experts are chosen where the file does not say
     scoring: str = "softmax"
+    chained_next: bool = True  # of several layers that predict further ahead, each reads what the one before made
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,7 @@ class Arch:
     tensors: tuple[TensorRow, ...]  # in the order in which they are loaded
     ignored: frozenset[str] = frozenset()  # tensors without weights of their own; {i} is the layer
     next_tensors: tuple[TensorRow, ...] = ()  # what a layer behind the last has besides a layer's own
+    next_front: str = "model.layers.{behind}."  # of the names of such a layer; {index} counts them alone
 
     def has(self, ours: str) -> bool:
         """Whether layers hold the tensor that we call `ours`."""
@@ -135,6 +137,7 @@ GPT_OSS = Family(
     swiglu_alpha=1.702,
     yarn_truncate=False,  # https://github.com/openai/gpt-oss: the ramp's ends are not rounded
 )
+MIMO = Family(name="mimo", window_by_flag=True, chained_next=False)
 DEEPSEEK_V2 = Family(name="deepseek-v2", latent=True)
 DEEPSEEK_V3 = Family(name="deepseek-v3", latent=True, topk_method="noaux_tc", scoring="sigmoid")
 

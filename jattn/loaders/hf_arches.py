@@ -129,6 +129,18 @@ _NEXT = (
     TensorRow(ours="project", theirs="model.layers.{i}.eh_proj.weight", shape=("d_model", "two_d_model")),
     TensorRow(ours="final_norm", theirs="model.layers.{i}.shared_head.norm.weight", shape=("d_model",)),
 )
+# https://huggingface.co/XiaomiMiMo/MiMo-7B-Base: the hidden state comes first
+_NEXT_MIMO = (
+    TensorRow(ours="token_norm", theirs="model.layers.{i}.token_layernorm.weight", shape=("d_model",)),
+    TensorRow(ours="hidden_norm", theirs="model.layers.{i}.hidden_layernorm.weight", shape=("d_model",)),
+    TensorRow(
+        ours="project",
+        theirs="model.layers.{i}.input_proj.weight",
+        shape=("d_model", "two_d_model"),
+        reorder=layouts.halves_swapped,
+    ),
+    TensorRow(ours="final_norm", theirs="model.layers.{i}.final_layernorm.weight", shape=("d_model",)),
+)
 
 
 def _arch(name: str, family: Family, *layer: tuple[TensorRow, ...], one_plus: bool = False, **more) -> Arch:
@@ -144,6 +156,16 @@ HF_ARCHES: dict[str, Arch] = {
     "mistral": _arch("mistral", arches.MISTRAL, _NORMS, _ATTENTION, _MLP),
     "qwen2": _arch("qwen2", arches.QWEN, _NORMS, _ATTENTION, _QKV_BIAS, _MLP),
     "qwen3": _arch("qwen3", arches.QWEN, _NORMS, _ATTENTION, _QK_NORM, _MLP),
+    "mimo": _arch(
+        "mimo",
+        arches.MIMO,
+        _NORMS,
+        _ATTENTION,
+        _QKV_BIAS,
+        _MLP,
+        next_tensors=_NEXT_MIMO,
+        next_front="model.mtp_layers.{index}.",
+    ),
     "gemma2": _arch("gemma2", arches.GEMMA2, _FOUR_NORMS, _ATTENTION, _MLP, one_plus=True),
     "gemma3_text": _arch("gemma3_text", arches.GEMMA3, _FOUR_NORMS, _ATTENTION, _QK_NORM_ONE_PLUS, _MLP, one_plus=True),
     "gpt_oss": _arch("gpt_oss", arches.GPT_OSS, _NORMS, _ATTENTION, _QKV_BIAS, _SINKS, _EXPERTS),

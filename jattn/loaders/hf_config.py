@@ -21,7 +21,7 @@ _SILENT = frozenset(
     "initializer_range attention_dropout pretraining_tp output_router_logits router_aux_loss_coef "
     "initial_context_length cache_implementation _name_or_path tokenizer_class id2label label2id problem_type "
     "chunk_size_feed_forward is_encoder_decoder return_dict output_hidden_states output_attentions "
-    "unsloth_version unsloth_fixed finetuning_task task_specific_params _sliding_window_pattern".split()
+    "unsloth_version unsloth_fixed finetuning_task task_specific_params _sliding_window_pattern auto_map".split()
 )  # numbers of a forward pass do not depend on these
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # ours -> theirs
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -64,12 +64,17 @@ def read_config(config: Mapping[str, Any]) -> tuple[Arch, HParams]:
         attn_soft_cap=fields.optional("attn_logit_softcapping") if family.attn_soft_cap else None,
         final_soft_cap=fields.optional("final_logit_softcapping") if family.final_soft_cap else None,
         scale_block=_scale_block(fields),
+        num_next_layers=fields.count("num_nextn_predict_layers", 0, least=0) if _may_have_next(arch) else 0,
         **heads,
         **(routing(fields, family) if family.latent else _experts(fields, family) if arch.has("router") else {}),
         **arch.options(d_model),
     )
     fields.refuse_rest(_SILENT | SILENT if family.latent else _SILENT, arch.name)
     return arch, hparams
+
+
+def _may_have_next(arch: Arch) -> bool:
+    return arch.family.latent or bool(arch.next_tensors)
 
 
 def _heads(fields: Fields, d_model: int, num_q_heads: int) -> dict[str, int]:

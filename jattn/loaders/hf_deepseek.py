@@ -11,7 +11,7 @@ from jattn.loaders.arches import Family
 from jattn.loaders.fields import Fields
 from jattn.loaders.hparams import RopeScaling
 
-SILENT = frozenset("aux_loss_alpha seq_aux ep_size auto_map".split())  # of training, and of other programs
+SILENT = frozenset("aux_loss_alpha seq_aux ep_size".split())  # of training
 # topk_method -> what it is here: groups are scored by their best expert, or by their best two with the learned bias
 _METHODS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -43,7 +43,6 @@ def latent_attention(fields: Fields, family: Family) -> dict[str, Any]:
         qk_rope_head_dim=rotary,
         v_head_dim=fields.count("v_head_dim"),
         adjacent_rope=fields.flag("rope_interleave", True),
-        num_next_layers=fields.count("num_nextn_predict_layers", 0, least=0),
     )
 
 

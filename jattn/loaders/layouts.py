@@ -60,6 +60,15 @@ def one_plus(array: np.ndarray, hparams: HParams) -> np.ndarray:
     return array
 
 
+def halves_swapped(array: np.ndarray, hparams: HParams) -> np.ndarray:
+    """Columns [hidden state, embedding] of a projection of both -> [embedding, hidden state].
+
+    >>> halves_swapped(np.array([[1, 2, 3, 4]]), None).tolist()
+    [[3, 4, 1, 2]]
+    """
+    return np.roll(array, array.shape[1] // 2, axis=1)
+
+
 def even_columns(array: np.ndarray, hparams: HParams) -> np.ndarray:
     """The gates of [experts, in, 2 * out], as [experts, out, in]."""
     return array[..., 0::2].swapaxes(1, 2)

@@ -92,12 +92,17 @@ def load_next_arrays(
     if not 0 <= index < count:
         raise ModelFileError(f"{model.path} has {count} layers that predict further ahead: there is no index {index}")
     layer, wanted = hparams.num_layers + index, []
+    own, front = f"model.layers.{layer}.", _next_front(model, index)
     for row in (*(row for row in model.table.tensors if row.per_layer), *model.table.next_tensors):
-        if names := row.names(hparams, layer):
+        if names := tuple(name.replace(own, front, 1) for name in row.names(hparams, layer)):
             for name in names:
                 _check_tensor(model, name, row)
             wanted.append(_Wanted(row.ours.replace("layers.{i}.", "block."), names, row))
     return _load(model, wanted, np.dtype(dtype), on_tensor)
+
+
+def _next_front(model: ModelFile, index: int) -> str:
+    return model.table.next_front.format(behind=model.hparams.num_layers + index, index=index)
 
 
 class _Wanted(NamedTuple):
@@ -128,9 +133,8 @@ def _checked(model: ModelFile) -> list[_Wanted]:
     if model.hparams.tied_embeddings:
         extra -= {row.theirs for row in model.table.tensors if row.untied}  # a second copy of the embedding
     if model.table.next_tensors:  # read by `load_next_arrays`
-        front = model.table.next_tensors[0].theirs.partition("{i}")[0]
-        behind = {f"{front}{model.hparams.num_layers + i}." for i in range(model.hparams.num_next_layers)}
-        extra = {name for name in extra if not name.startswith(tuple(behind))}
+        behind = tuple(_next_front(model, index) for index in range(model.hparams.num_next_layers))
+        extra = {name for name in extra if not name.startswith(behind)}
     if extra:  # a bias or an adapter that is left out makes wrong text, not an error
         raise ModelFileError(
             f"{model.path}: {len(extra)} tensors are not part of architecture {model.table.name!r} as known here: "

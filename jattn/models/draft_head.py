@@ -18,6 +18,7 @@ from jattn.models.decoder import Attention, Block, Decoder, Spec, apply_block, n
 from jattn.models.latent import Form
 from jattn.models.layers import Linear, RMSNorm, project
 from jattn.models.mlp import MLP
+from jattn.models.next_token import NextTokens
 from jattn.plan import Plan
 from jattn.resolve import Choice
 from jattn.spec import AttnSpec
@@ -160,8 +161,6 @@ class DraftHead(nnx.Module):
         read, together the features; () for its final hidden states.
     """
 
-    ahead = 1
-
     def __init__(
         self,
         body: Body,
@@ -176,6 +175,7 @@ class DraftHead(nnx.Module):
         if not all(0 <= tap <= layers for tap in taps):
             raise ValueError(f"taps={taps} of a target of {layers} layers: want 0 to {layers} each")
         self.body, self.taps, self.feature_dim = body, taps, max(len(taps), 1) * config.d_model
+        self.ahead, self.chained = (body.ahead, body.chained) if isinstance(body, NextTokens) else (1, True)
         self.embed = target.embed if embed is None else nnx.Param(embed)
         self.embed_scale, self.weight_first = config.embed_scale, target.weight_first
         held = target.embed if config.tied_embeddings else target.lm_head.weight
@@ -193,8 +193,10 @@ class DraftHead(nnx.Module):
                 f"embed{[config.vocab_size, body.config.d_model]}"
             )
 
-    def __call__(self, tokens, features, cache, plan, /):
+    def __call__(self, tokens, features, cache, plan, /, *, level: int = 0):
         """As `combinators.model_drafts.Drafter`."""
+        if isinstance(self.body, NextTokens):
+            return self.body(self.embedded(tokens), features, cache, plan, layer=level)
         return self.body(self.embedded(tokens), features, cache, plan)
 
     def embedded(self, tokens: jax.Array) -> jax.Array:

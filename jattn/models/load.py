@@ -80,11 +80,11 @@ def build_next(
     *,
     dtype=jnp.float32,
     weight_first: bool = False,
+    index: int = 0,
 ) -> NextToken:
     """A layer behind a decoder's last, of `jattn.loaders.weights.load_next_arrays`; otherwise as `build_decoder`."""
-    model = nnx.eval_shape(
-        lambda: NextToken(config, spec, choice, rngs=nnx.Rngs(0), dtype=dtype, weight_first=weight_first)
-    )
+    kwargs: dict[str, Any] = dict(dtype=dtype, weight_first=weight_first, index=index)
+    model = nnx.eval_shape(lambda: NextToken(config, spec, choice, rngs=nnx.Rngs(0), **kwargs))
     return _filled(model, _next_parts, arrays)
 
 

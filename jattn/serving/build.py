@@ -19,6 +19,7 @@ from jattn.models.config import ExpertsConfig, MLAConfig, ModelConfig
 from jattn.models.decoder import Decoder
 from jattn.models.draft_head import DraftHead
 from jattn.models.load import build_body, build_decoder, build_next
+from jattn.models.next_token import NextTokens
 from jattn.models.rope import FactorScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
 from jattn.platforms import Platform, detect
 from jattn.resolve import resolve
@@ -131,21 +132,21 @@ def build_head(
     )
 
 
-def build_next_head(source: ModelFile, target: Decoder) -> DraftHead:
+def build_next_head(source: ModelFile, target: Decoder, *, num_layers: int | None = None) -> DraftHead:
     """The layer behind the model's last that predicts a token further ahead (MTP, NextN), as its draft head.
 
-    Raises: ModelFileError where the model's file has none.
+    Args: num_layers: so many of them, each for a step of its own; None is the first, for every step.
+    Raises: ModelFileError where the model's file does not have them.
     """
     attn = target.layers[-1].attn
-    body = build_next(
-        target.config,
-        attn.spec,
-        attn.choice,
-        load_next_arrays(source),
-        dtype=target.embed.dtype,
-        weight_first=target.weight_first,
-    )
-    return DraftHead(body, target)
+    kwargs: dict[str, Any] = dict(dtype=target.embed.dtype, weight_first=target.weight_first)
+    layers = [
+        build_next(target.config, attn.spec, attn.choice, load_next_arrays(source, index), index=index, **kwargs)
+        for index in range(num_layers or 1)
+    ]
+    if num_layers is None:
+        return DraftHead(layers[0], target)
+    return DraftHead(NextTokens(layers, chained=source.table.family.chained_next), target)
 
 
 _SCALINGS: dict[str, Callable[[dict], Scaling]] = {

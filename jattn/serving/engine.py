@@ -13,6 +13,7 @@ from flax import nnx
 
 from jattn.combinators.costs import branches_wait
 from jattn.combinators.draft_shapes import NO_DRAFTS, DraftShape, round_costs
+from jattn.combinators.layer_drafts import check_layers
 from jattn.combinators.model_drafts import Lineage
 from jattn.combinators.ngram import NUM_CLASSES
 from jattn.combinators.state import DecodeState, Status
@@ -102,6 +103,9 @@ class Engine:
         elif not draft_shapes:
             check_width(topk=topk, num_steps=num_steps, num_nodes=num_nodes, standalone=True)
             draft_shapes = (DraftShape(num_steps=num_steps, topk=topk, num_nodes=num_nodes or num_steps + 1),)
+        if isinstance(drafter, DraftHead) and drafter.ahead > 1:
+            for shape in draft_shapes:  # without drafts, too: rows that a layer read beside drafts must be read again
+                check_layers(drafter.ahead, topk=shape.topk, num_steps=shape.num_steps)
         num_steps = max((shape.num_steps for shape in draft_shapes), default=num_steps)
         self.config = ProgramConfig(
             num_seqs=num_slots,
@@ -130,7 +134,8 @@ class Engine:
             draft_cache = drafter.new_cache(**pool)
         features = None
         if isinstance(drafter, DraftHead):  # of the newest rows, which it has not read yet
-            features = jnp.zeros((num_slots, num_steps + 1, drafter.feature_dim), model.embed.dtype)
+            rows = num_steps + drafter.ahead
+            features = jnp.zeros((num_slots, rows, drafter.feature_dim), model.embed.dtype)
         self.cache_bytes = cache.nbytes + (draft_cache.nbytes if draft_cache else 0)
         self._state = DecodeState.create(
             cache,

@@ -18,6 +18,7 @@ from jattn.loaders.draft_heads import read_head
 from jattn.loaders.models import has_head, locate_head
 from jattn.loaders.shape import ModelShape
 from jattn.loaders.tokenizer import Tokenizer
+from jattn.loaders.weights import ModelFile
 from jattn.models.config import ModelConfig
 from jattn.models.decoder import Decoder
 from jattn.models.draft_head import DraftHead
@@ -43,6 +44,7 @@ _MOST_PROGRAMS = 3
 _BELONGS = {
     "draft_model": ("standalone", "eagle"),
     "draft_layers": ("standalone",),
+    "enable_multi_layer_eagle": ("nextn",),
     "rejection_sampling": _OF_MODELS,
 }
 _MAX_LOGPROBS = 20
@@ -65,6 +67,8 @@ class Options:
       draft_model: as `model`, with the same vocabulary; None is the model itself. With "eagle" the folder of an EAGLE
       or EAGLE-3 head; None is the one that comes with the package for the model. draft_layers: the draft model's first
       layers only.
+      enable_multi_layer_eagle: with "nextn" each step has a layer of its own, as many as the file has (DeepSeek's
+      num_nextn_predict_layers) or `num_steps`; without it the first layer drafts every step.
       rejection_sampling: a draft model's chains are drawn as the request samples and accepted by rejection sampling,
       which takes more of them at a high temperature and keeps the distribution, but not the text of a seed.
       temperature ... seed: as in `Request`; request i uses seed + i. stop: texts that end the answer, cut from it.
@@ -85,6 +89,7 @@ class Options:
     num_draft_tokens: int | None = None
     draft_model: str | None = None
     draft_layers: int | None = None
+    enable_multi_layer_eagle: bool = False
     rejection_sampling: bool = False
     temperature: float = 0.0
     top_p: float = 1.0
@@ -223,6 +228,12 @@ class Options:
             raise ValueError(f"draft_layers={self.draft_layers}: want at least 1, or leave it out for all")
         if self.rejection_sampling and self.branches > 1:
             raise ValueError(f"rejection_sampling with topk={self.topk}: its drafts are chains, so want topk 1")
+        if self.draft == "nextn" and self.as_mla:
+            raise ValueError("as_mla with draft 'nextn': its layer has grouped queries; leave one of them out")
+        if self.enable_multi_layer_eagle and self.branches > 1:
+            raise ValueError(
+                f"enable_multi_layer_eagle with topk={self.topk}: a layer drafts a step of a chain, so want topk 1"
+            )
 
     def request(self, prompt_ids: Sequence[int], *, index: int = 0, stop_ids: tuple[int, ...] = ()) -> Request:
         """The request of prompt `index`."""
@@ -314,9 +325,10 @@ def load(options: Options, progress: Progress = lambda what, done, total: None) 
             raise ValueError(f"random_weights with draft {options.draft!r}: a head belongs to one model; leave it out")
         path = options.draft_model or (locate_head(options.model) if options.draft == "eagle" else None)
         head = None if path is None else read_head(path)
+        num_layers = _layers_a_step(options, source)
         model = build(source, progress=progress)
         if head is None:
-            drafter = build_next_head(source, model)
+            drafter = build_next_head(source, model, num_layers=num_layers)
         else:
             place: dict[str, Any] = dict(platform=platform, rules=rules, page_size=page_size, topk=options.branches)
             place["prefer"] = options.prefer
@@ -360,6 +372,21 @@ def check_same_vocabulary(ours: Tokenizer, theirs: Tokenizer) -> None:
                 f"token {token} is {other!r} to the draft model and {mine!r} to the model: want a draft model of the "
                 "same vocabulary"
             )
+
+
+def _layers_a_step(options: Options, source: ModelFile) -> int | None:
+    # layers that draft, each a step of its own; None: the first drafts every step
+    if not options.enable_multi_layer_eagle:
+        return None
+    held = source.hparams.num_next_layers
+    num_layers = held if options.num_steps is None else options.num_steps
+    if held and num_layers > held:
+        raise ValueError(
+            f"num_steps={num_layers} with enable_multi_layer_eagle: {source.path} has {held} layers that predict "
+            f"further ahead, and each drafts one step; want at most {held}"
+        )
+    check_width(topk=1, num_steps=num_layers, num_nodes=options.num_draft_tokens)
+    return num_layers
 
 
 def _is_mla(source: Source) -> bool:

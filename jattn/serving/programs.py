@@ -14,8 +14,9 @@ from flax import nnx
 
 from jattn.combinators.costs import Variant, branches_wait, variants
 from jattn.combinators.draft_shapes import NO_DRAFTS, DraftShape
+from jattn.combinators.drafter import LanguageModel
 from jattn.combinators.extend import admit, extend, release
-from jattn.combinators.model_drafts import LanguageModel, Lineage, rows_ahead
+from jattn.combinators.model_drafts import Lineage, rows_ahead
 from jattn.combinators.ngram import check_trie
 from jattn.combinators.round import decode_round, model_round, tree_round
 from jattn.combinators.state import DecodeState, RoundReport

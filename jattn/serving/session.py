@@ -4,9 +4,10 @@ import time
 from collections.abc import Iterator, Sequence
 
 from jattn.backends import policy_named
-from jattn.combinators.draft_shapes import NO_DRAFTS, DraftShape
+from jattn.combinators.draft_shapes import NO_DRAFTS, DraftShape, chain
 from jattn.loaders.chat import render_chat
 from jattn.loaders.tokenizer import StopTexts, StreamDecoder
+from jattn.models.draft_head import DraftHead
 from jattn.platforms import detect
 from jattn.serving.compilations import counting
 from jattn.serving.engine import Delta, Engine
@@ -133,6 +134,8 @@ class Session:
         )
 
     def _draft_shapes(self, num_slots: int) -> tuple[DraftShape, ...]:
+        if self.options.enable_multi_layer_eagle and isinstance(self.loaded.drafter, DraftHead):
+            return (chain(self.loaded.drafter.ahead),)
         attn, page_size = self.loaded.model.layers[0].attn, self.loaded.page_size
         rules = policy_named(attn.choice.policy)
         widest = rules.legal_topk(is_mla=isinstance(attn.spec, MLASpec))

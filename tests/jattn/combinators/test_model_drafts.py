@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from tiny_model import tiny
 
-from jattn.combinators.model_drafts import LanguageModel, propose
+from jattn.combinators.drafter import LanguageModel
+from jattn.combinators.model_drafts import propose
 from jattn.combinators.state import DecodeState, Status
 from jattn.modes import ForwardMode
 from jattn.plan import make_plan

@@ -11,7 +11,7 @@ import pytest
 
 from jattn import AttnSpec, PagedKV
 from jattn.combinators.costs import Variant
-from jattn.combinators.model_drafts import LanguageModel
+from jattn.combinators.drafter import LanguageModel
 from jattn.combinators.ngram import NUM_CLASSES
 from jattn.combinators.round import decode_round, model_round
 from jattn.combinators.state import DecodeState, Status
