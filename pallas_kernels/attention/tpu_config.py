@@ -128,14 +128,15 @@ def _classes(facts: Facts, vmem: int, sizes: Sizes) -> tuple[Config, ...]:
 
 
 def fitting(config: Config, facts: Facts, vmem: int) -> Config:
-    """`config`, or the nearest smaller one that fits in `vmem` bytes.
+    """`config`, or the nearest smaller one that fits in `vmem` bytes; one part where blocks are too short for several.
 
     Raises: ValueError if nothing fits.
     """
+    config = _of_whole_parts(config, facts)
     while vmem_bytes(config, facts) > vmem:
         keys = config.block_pages * facts.page_size
         if config.block_pages > 1 and keys > LANES:
-            config = dataclasses.replace(config, block_pages=config.block_pages // 2)
+            config = _of_whole_parts(dataclasses.replace(config, block_pages=config.block_pages // 2), facts)
         elif config.depth > 2 and config.parts == 1:
             config = dataclasses.replace(config, depth=2)
         elif config.unroll_heads:
@@ -143,10 +144,15 @@ def fitting(config: Config, facts: Facts, vmem: int) -> Config:
         elif config.block_q > 8:
             config = dataclasses.replace(config, block_q=round_up(config.block_q // 2, 8))
         elif config.block_pages > 1:
-            config = dataclasses.replace(config, block_pages=config.block_pages // 2)
+            config = _of_whole_parts(dataclasses.replace(config, block_pages=config.block_pages // 2), facts)
         else:
             raise ValueError(f"{facts} needs {vmem_bytes(config, facts)} bytes of vector memory at least, not {vmem}")
     return config
+
+
+def _of_whole_parts(config: Config, facts: Facts) -> Config:
+    # the keys of a part are whole registers of lanes
+    return config if block_kv(config, facts) % (config.parts * LANES) == 0 else dataclasses.replace(config, parts=1)
 
 
 def _pages(keys: int, page_size: int) -> int:

@@ -8,7 +8,8 @@ import pytest
 from pallas_kernels._common.tpu_devices import DEVICES
 from pallas_kernels._common.tpu_rows import Row
 from pallas_kernels.attention.tpu import vmem_of
-from pallas_kernels.attention.tpu_config import DATA, Facts, Sizes, fitting, heuristic, tuned, vmem_bytes
+from pallas_kernels.attention.tpu_config import DATA, Facts, Sizes, block_kv, fitting, heuristic, tuned, vmem_bytes
+from pallas_kernels.mla import tpu_config as mla_config
 
 FACTS = Facts(row=Row(kv_heads=8, k_dim=128, v_dim=128), group=4, max_q_len=512, page_size=16, kv_bytes=2, q_bytes=2)
 
@@ -40,3 +41,13 @@ def test_what_fits_nowhere_is_refused():
     config = heuristic(FACTS, vmem=100 << 20)[0]
     with pytest.raises(ValueError, match="bytes of vector memory at least, not 1024"):
         fitting(config, FACTS, 1024)
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+def test_parts_of_latent_blocks_are_whole_registers_where_memory_is_short(device, page_size):
+    row = mla_config.row_of(num_heads=128, latent_dim=512, rope_dim=64)
+    facts = Facts(row=row, group=16, max_q_len=512, page_size=page_size, kv_bytes=2, q_bytes=2)
+    for config in mla_config.heuristic(facts, vmem=vmem_of(device), cores=device.cores):
+        assert vmem_bytes(config, facts) <= vmem_of(device)
+        assert block_kv(config, facts) % (config.parts * 128) == 0
