@@ -6,7 +6,8 @@ One engine a batch, SmolLM2-135M with the head that comes with the package, has 
 in the middle of their texts; shapes take turns in bursts of rounds, so that a drift of the machine hits all alike, and
 the lower quartile counts, since other processes only add. Writes jattn/combinators/round_costs/KIND.json, KIND being
 the platform's, "cpu" or "cuda": batches that are there already and not asked for are kept. Without a table a kind has
-`accelerator.json`, an estimate.
+`accelerator.json`, an estimate. With --turns FILE several of these scripts, a batch each, compile side by side and take
+turns at measuring and writing.
 """
 
 import argparse
@@ -16,11 +17,13 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import jax
+from bench_attention_timer import TURNS
 from bench_engine import engine_of
 
 import jattn.combinators.draft_shapes
@@ -37,21 +40,24 @@ def main() -> None:
     """Measure each batch, print its row, write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 4, 16])
-    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=15, help="bursts of each shape")
     parser.add_argument("--burst", type=int, default=2, help="rounds of a shape in one go")
     parser.add_argument("--dtype", help="of the weights (default: the platform's)")
     parser.add_argument("--to", type=Path, help="where the table goes, if not to the package")
+    parser.add_argument("--turns", help="a file that processes side by side lock while they measure")
     args = parser.parse_args()
+    TURNS.path = args.turns
     loaded = load(Options(draft="eagle", dtype=args.dtype))
     path = args.to or TABLES / f"{loaded.platform.kind}.json"
-    held = json.loads(path.read_text()) if path.exists() else {}
-    ms: dict[str, dict[str, float]] = held.get("ms", {})
     for batch in args.batch:
-        ms[str(batch)] = _measured(loaded, batch, args.turns, args.burst)
-        plain = ms[str(batch)][str(NO_DRAFTS)]
-        for name, took in ms[str(batch)].items():
-            print(f"batch {batch}, {name}: {took:.2f} ms, {took / plain:.2f}", flush=True)
-        path.write_text(json.dumps(_table(loaded, ms), indent=1) + "\n")
+        run = _prepared(loaded, batch)
+        with TURNS.taken():
+            took = run(args.repeats, args.burst)
+            ms = json.loads(path.read_text())["ms"] if path.exists() else {}
+            ms[str(batch)] = took
+            path.write_text(json.dumps(_table(loaded, ms), indent=1) + "\n")
+        for name, each in took.items():
+            print(f"batch {batch}, {name}: {each:.2f} ms, {each / took[str(NO_DRAFTS)]:.2f}", flush=True)
 
 
 def _table(loaded: LoadedModel, ms: dict[str, dict[str, float]]) -> dict[str, Any]:
@@ -73,12 +79,12 @@ def _table(loaded: LoadedModel, ms: dict[str, dict[str, float]]) -> dict[str, An
     }
 
 
-def _measured(loaded: LoadedModel, batch: int, turns: int, burst: int) -> dict[str, float]:
+def _prepared(loaded: LoadedModel, batch: int) -> Callable[[int, int], dict[str, float]]:
+    # compiled, and in the middle of texts -> what measures so many bursts of so many rounds, ms a round
     shapes = (NO_DRAFTS, *ACCEPTED)
     engine = engine_of(
         loaded,
         num_slots=batch,
-        page_size=16,
         num_steps=0,
         kind=loaded.platform.kind,
         drafter=loaded.drafter,
@@ -92,21 +98,27 @@ def _measured(loaded: LoadedModel, batch: int, turns: int, burst: int) -> dict[s
     deltas = engine.run()
     for _ in range(2 * batch):
         next(deltas)
-    # from here on the programs run without the engine, over pages that belong to each slot for all its context
-    pages = jax.numpy.arange(batch * 64, dtype=jax.numpy.int32).reshape(batch, 64)
-    state = dataclasses.replace(engine._settled(), page_table=pages)
-    start, report = jax.tree.map(lambda x: x.copy(), (state.seq_lens, state.status)), engine._held
-    times: dict[str, list[float]] = {str(shape): [] for shape in shapes}
-    for _ in range(turns):
-        # each turn begins at the same length
-        state = dataclasses.replace(state, **_again(state, *start))
-        for shape, program in zip(shapes, engine.programs.rounds, strict=True):
-            begun = time.perf_counter()
-            for _ in range(burst):
-                state, report = program(engine._weights, state, report)
-            jax.block_until_ready((state, report))
-            times[str(shape)].append(1e3 * (time.perf_counter() - begun) / burst)
-    return {name: round(statistics.quantiles(every[1:], n=4)[0], 3) for name, every in times.items()}
+
+    def measured(turns: int, burst: int) -> dict[str, float]:
+        # the programs run without the engine, over pages that belong to each slot for all its context
+        each = 1024 // loaded.page_size
+        pages = jax.numpy.arange(batch * each, dtype=jax.numpy.int32).reshape(batch, each)
+        state = dataclasses.replace(engine._settled(), page_table=pages)
+        start, report = jax.tree.map(lambda x: x.copy(), (state.seq_lens, state.status)), engine._held
+        times: dict[str, list[float]] = {str(shape): [] for shape in shapes}
+        for _ in range(turns):
+            # each turn begins at the same length
+            state = dataclasses.replace(state, **_again(state, *start))
+            for shape, program in zip(shapes, engine.programs.rounds, strict=True):
+                jax.block_until_ready(state)
+                begun = time.perf_counter()
+                for _ in range(burst):
+                    state, report = program(engine._weights, state, report)
+                jax.block_until_ready((state, report))
+                times[str(shape)].append(1e3 * (time.perf_counter() - begun) / burst)
+        return {name: round(statistics.quantiles(every[1:], n=4)[0], 3) for name, every in times.items()}
+
+    return measured
 
 
 def _again(state, seq_lens, status) -> dict[str, Any]:

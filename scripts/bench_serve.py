@@ -3,8 +3,9 @@
     python3 scripts/bench_serve.py --shape smollm2 --batch 1 64 --context 512 --out rows.jsonl
     python3 scripts/bench_serve.py --shape llama3-8b --batch 1 64 --context 4096 --out rows.jsonl
 
-Prompts of random tokens are served from end to end, in bfloat16, greedily, without drafts, the prompts so long that the
-contexts are --context tokens in the middle of the answer. A JSON line each batch:
+Prompts of random tokens are served from end to end, in bfloat16, greedily, the prompts so long that the contexts are
+--context tokens in the middle of the answer; without drafts, or with --drafts TOPK,STEPS,NODES by the head that comes
+with SmolLM2 (then with its weights; what is accepted changes tokens_per_s, not ms_round). A JSON line each batch:
   tokens_per_s, ms_round: of the rounds in which every request decodes; median of --runs.
   ms_roof, pct_of_roof: the bytes of a round (weights without the embedding where that is no head, too, and the keys and
     values of the contexts) over the read bandwidth, measured in the same process.
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -136,6 +138,8 @@ def measure(loaded: LoadedModel, args, batch: int, timer: Timer, read_gbps: floa
             profiled.extend(timer.cupti._cupti_get_timings(True))
 
     serving.run(between)
+    sequences = serving.session.sequences
+    accepted = sum(s.num_round_tokens for s in sequences) / sum(s.num_rounds for s in sequences)
     by_name: dict[str, list[float]] = collections.defaultdict(list)
     for name, ms in profiled:
         by_name[name.split("(")[0][:80]].append(ms)
@@ -145,7 +149,9 @@ def measure(loaded: LoadedModel, args, batch: int, timer: Timer, read_gbps: floa
     return dict(
         family="serve",
         shape=f"{args.shape} B{batch} ctx{args.context} p{args.page_size}",
-        tokens_per_s=batch / ms * 1e3,
+        drafts=args.drafts,
+        tokens_per_s=accepted * batch / ms * 1e3,
+        accepted=accepted,
         ms_round=ms,
         runs=rounds,
         ms_roof=roof,
@@ -161,14 +167,17 @@ def measure(loaded: LoadedModel, args, batch: int, timer: Timer, read_gbps: floa
 
 
 def _options(args, **more) -> Options:
+    drafts: dict[str, Any] = dict(draft="none", random_weights=args.config)
+    if args.drafts:
+        topk, steps, nodes = map(int, args.drafts.split(","))
+        drafts = dict(draft="eagle", topk=topk, num_steps=steps, num_draft_tokens=nodes)
     return Options(
-        draft="none",
         max_new_tokens=args.tokens,
         page_size=args.page_size,
         ignore_eos=True,
         dtype="bfloat16",
         max_context=args.context + args.tokens,
-        random_weights=args.config,
+        **drafts,
         **more,
     )
 
@@ -178,6 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="smollm2")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--drafts", help="TOPK,STEPS,NODES of a tree of SmolLM2's head; 1,N,N+1 is a chain")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=96)

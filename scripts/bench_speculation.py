@@ -7,8 +7,9 @@
 its answers once; both are kept in work/. Rounds of chains and trees then run as they do in serving, with what the model
 computed looked up instead of computed again: greedy decoding takes a draft where it is the model's own next token, so
 only those rows of a tree matter that are on the known text. Every node is verified, none left out for its cost. With
---engine N the first N prompts of each file, in a drawn order, are served for real, without and with drafts: the ids are
-compared, and where they differ the gap between the model's two best logits is printed.
+--engine N the first N prompts of each file, in a drawn order, are served for real, without drafts, by chain and tree of
+the head and by n-grams: the ids are compared, and where they differ the gap between the model's two best logits is
+printed. With --arms 0 nothing is replayed.
 
 `speed`: tokens a second at each batch of --batch (prefill included), without drafts, with n-grams and with the head as
 `generate` runs it, each group of prompts by all in turn; and the parts of a round: catching up on the newest tokens
@@ -33,7 +34,7 @@ from bench_speculation_speed import WAYS, speed
 from eval_prompts import read_eval
 
 from jattn.loaders.chat import render_chat
-from jattn.serving.loaded import LoadedModel, Options, load
+from jattn.serving.loaded import DTYPES, LoadedModel, Options, load
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the backend is chosen)
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("stage", choices=("accepted", "speed"))
     parser.add_argument("--mt-bench", type=Path, required=True, help="MT-Bench's question.jsonl")
     parser.add_argument("--human-eval", type=Path, required=True, help="HumanEval.jsonl, or .jsonl.gz")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and cache")
     parser.add_argument("--dir", type=Path, help="accepted: where answers and features are kept")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens a prompt")
     parser.add_argument("--arms", type=int, default=len(ARMS), help="accepted: how many of the arms, the first ones")
@@ -54,6 +56,7 @@ def main() -> None:
     parser.add_argument(
         "--engine", type=int, default=0, metavar="N", help="accepted: prompts of each file that are served"
     )
+    parser.add_argument("--slots", type=int, default=8, help="accepted, --engine: requests that run together")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8], help="speed: requests that run together")
     parser.add_argument("--prompts", type=int, default=8, help="speed: prompts, half of each file, drawn")
     parser.add_argument("--repeats", type=int, default=3, help="speed: runs over all prompts")
@@ -61,7 +64,7 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=2, help="speed: how many of the two arms' rounds are taken apart")
     parser.add_argument("--to", type=Path, default=RESULTS / "speculation_cpu.json")
     args = parser.parse_args()
-    loaded = load(Options(dtype="float32", draft="eagle"))
+    loaded = load(Options(dtype=args.dtype, draft="eagle"))
     files = {"MT-Bench": read_eval(args.mt_bench), "HumanEval": read_eval(args.human_eval)}
     prompts = {name: [_asked(loaded, text) for text in texts] for name, texts in files.items()}
     report = json.loads(args.to.read_text()) if args.to.exists() else {}
@@ -70,7 +73,7 @@ def main() -> None:
         "device": f"{jax.devices()[0].device_kind}, {platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
         "settings": {
-            "dtype": "float32",
+            "dtype": args.dtype,
             "greedy": True,
             "new_tokens": args.tokens,
             "prompts": {n: len(p) for n, p in prompts.items()},
@@ -90,10 +93,12 @@ def _plot(report: dict, path: Path) -> None:
     rows = list(report.get("accepted", {}).values())
     speeds = {name: row for name, row in report.get("speed", {}).items() if name.startswith("batch")}
     panels = [panel for panel, has in ((_plot_accepted, rows), (_plot_speeds, speeds)) if has]
+    if not panels:
+        return
     figure, axes = plt.subplots(ncols=len(panels), figsize=(5.5 * len(panels), 4), layout="constrained", squeeze=False)
     for panel, ax in zip(panels, axes[0], strict=True):
         panel(ax, rows if panel is _plot_accepted else speeds)
-    figure.suptitle(f"SmolLM2-135M, float32, greedy, {report['device']}", fontsize=10)
+    figure.suptitle(f"SmolLM2-135M, {report['settings']['dtype']}, greedy, {report['device']}", fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -60,7 +60,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def _rates(args, loaded: LoadedModel, prompts, batch: int) -> dict[str, dict[str, Any]]:
     sessions = {}
     for way in args.ways:
-        options = Options(dtype="float32", max_new_tokens=args.tokens, max_batch=batch, **WAYS[way])
+        options = Options(dtype=args.dtype, max_new_tokens=args.tokens, max_batch=batch, **WAYS[way])
         head = dataclasses.replace(loaded, drafter=loaded.drafter if options.draft == "eagle" else None)
         sessions[way] = Session(head, prompts, options)
         for sequence in sessions[way].sequences:
@@ -110,7 +110,8 @@ def _parts(loaded: LoadedModel, arm: Arm, prompt: list[int], turns: int) -> dict
             num_steps=arm.num_steps if arm else 0,
             topk=arm.topk if arm else 1,
             num_nodes=arm.num_nodes if arm else None,
-            kind="cpu",
+            kind=loaded.platform.kind,
+            kv_dtype=loaded.model.embed.dtype,
             drafter=head if arm else None,
         )
         engine.submit(Request(prompt_ids=prompt, max_new_tokens=1024 - len(prompt), stop_ids=()))
