@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--mt-bench", type=Path, required=True, help="MT-Bench's question.jsonl")
     parser.add_argument("--human-eval", type=Path, required=True, help="HumanEval.jsonl, or .jsonl.gz")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and cache")
+    parser.add_argument("--prefer", nargs="*", default=[], help="kernel sets; float32 on a GPU wants xla")
     parser.add_argument("--dir", type=Path, help="accepted: where answers and features are kept")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens a prompt")
     parser.add_argument("--arms", type=int, default=len(ARMS), help="accepted: how many of the arms, the first ones")
@@ -64,7 +65,7 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=2, help="speed: how many of the two arms' rounds are taken apart")
     parser.add_argument("--to", type=Path, default=RESULTS / "speculation_cpu.json")
     args = parser.parse_args()
-    loaded = load(Options(dtype=args.dtype, draft="eagle"))
+    loaded = load(Options(dtype=args.dtype, draft="eagle", prefer=tuple(args.prefer)))
     files = {"MT-Bench": read_eval(args.mt_bench), "HumanEval": read_eval(args.human_eval)}
     prompts = {name: [_asked(loaded, text) for text in texts] for name, texts in files.items()}
     report = json.loads(args.to.read_text()) if args.to.exists() else {}
