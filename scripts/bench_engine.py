@@ -1,10 +1,19 @@
 """The engine that the scripts on drafts measure: greedy, with pages for all the context of each request."""
 
+from collections.abc import Iterable
+
 from jattn.sampling import SamplerConfig
 from jattn.serving.engine import Engine
 from jattn.serving.loaded import LoadedModel
+from jattn.serving.scheduler import Sequence
 
 GREEDY = SamplerConfig(random=False)
+
+
+def tokens_a_round(sequences: Iterable[Sequence]) -> float:
+    """Of the rounds that decoded them, bonus included; 0 where none did."""
+    every = list(sequences)
+    return sum(s.num_round_tokens for s in every) / max(sum(s.num_rounds for s in every), 1)
 
 
 def engine_of(

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 import numpy as np
 from bench_attention_timer import Timer, roofs
+from bench_engine import tokens_a_round
 
 from jattn.serving.loaded import LoadedModel, Options, load
 from jattn.serving.session import Session
@@ -138,8 +139,7 @@ def measure(loaded: LoadedModel, args, batch: int, timer: Timer, read_gbps: floa
             profiled.extend(timer.cupti._cupti_get_timings(True))
 
     serving.run(between)
-    sequences = serving.session.sequences
-    accepted = sum(s.num_round_tokens for s in sequences) / sum(s.num_rounds for s in sequences)
+    accepted = tokens_a_round(serving.session.sequences)
     by_name: dict[str, list[float]] = collections.defaultdict(list)
     for name, ms in profiled:
         by_name[name.split("(")[0][:80]].append(ms)

@@ -73,7 +73,8 @@ def main() -> None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": f"{jax.devices()[0].device_kind}, {platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
-        "settings": {
+        "settings": report.get("settings", {})
+        | {
             "dtype": args.dtype,
             "greedy": True,
             "new_tokens": args.tokens,

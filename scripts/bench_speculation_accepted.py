@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_engine import GREEDY, engine_of
+from bench_engine import GREEDY, engine_of, tokens_a_round
 from bench_speculation_arms import ARMS, Arm, Keep, whole_round
 
 from jattn.cache import Cache
@@ -66,6 +66,11 @@ def accepted(args, loaded: LoadedModel, prompts: dict[str, list[list[int]]], rep
         keep()
     if args.engine:
         report["engine"] = _served(args, loaded, prompts)
+        keep()
+        for arm in ARMS[:3]:
+            gaps = report["engine"][arm.name]["gaps where they do"].values()
+            if any(gap > NEAR for gap in gaps):
+                raise SystemExit(f"{arm.name}: texts differ where the model's two best logits are {max(gaps)} apart")
     print("| drafts | MT-Bench | HumanEval | all |\n|---|---|---|---|")
     for name, row in rows.items():
         print(f"| {name} | {row['MT-Bench']:.2f} | {row['HumanEval']:.2f} | {row['all']:.2f} |")
@@ -217,6 +222,10 @@ def _served(args, loaded: LoadedModel, prompts: dict[str, list[list[int]]]) -> d
     draw = np.random.default_rng(0)
     some = [(file, every[at]) for file, every in prompts.items() for at in draw.permutation(len(every))[: args.engine]]
     files = [file for file, _ in some]
+
+    def of(sequences: Iterable[Sequence]) -> float:
+        return round(tokens_a_round(sequences), 4)
+
     found: dict[str, Any] = {"prompts": dict(collections.Counter(files)), "slots": args.slots}
     plain = _engine_run(loaded, [ids for _, ids in some], args, None)
     found["new tokens"] = sum(len(sequence.new_ids) for sequence in plain)
@@ -229,22 +238,14 @@ def _served(args, loaded: LoadedModel, prompts: dict[str, list[list[int]]]) -> d
                 at = next(i for i, (a, b) in enumerate(pairs) if a != b)
                 gaps[f"{files[number]}, {number}, at token {at}"] = _gap(loaded, prompt + theirs.new_ids[:at])
         found[arm.name] = {
-            **{file: _mean(s for own, s in zip(files, sequences, strict=True) if own == file) for file in prompts},
-            "accepted": _mean(sequences),
+            **{file: of(s for own, s in zip(files, sequences, strict=True) if own == file) for file in prompts},
+            "accepted": of(sequences),
             "texts that differ": len(gaps),
             "gaps where they do": gaps,
             "seconds": round(time.perf_counter() - start, 1),
         }
         print(json.dumps({f"served, {arm.name}": found[arm.name]}), flush=True)
-        if any(gap > NEAR for gap in gaps.values()):
-            print(f"{arm.name}: texts differ where the model's two best logits are {max(gaps.values())} apart")
     return found
-
-
-def _mean(sequences: Iterable[Sequence]) -> float:
-    # tokens a round, bonus included
-    every = list(sequences)
-    return round(sum(s.num_round_tokens for s in every) / max(sum(s.num_rounds for s in every), 1), 4)
 
 
 def _engine_run(loaded: LoadedModel, prompts: list[list[int]], args, arm: Arm | None) -> list[Sequence]:

@@ -41,12 +41,11 @@ def speed(args, loaded: LoadedModel, prompts: dict[str, list[list[int]]], report
         for way, row in found[f"batch {batch}"].items():
             print(json.dumps({f"batch {batch}, {way}": row}), flush=True)
         keep()
-    found["round, ms at batch 1"] = {
-        arm.name: _parts(loaded, arm, some[-1], _TURNS * args.repeats) for arm in PARTS[: args.parts]
-    }
+    for arm in PARTS[: args.parts]:
+        parts = _parts(loaded, arm, some[-1], _TURNS * args.repeats)
+        found.setdefault("round, ms at batch 1", {})[arm.name] = parts
+        print(f"{arm.name}: {parts}", flush=True)
     found["load average after"] = os.getloadavg()[0]
-    for name, parts in found["round, ms at batch 1"].items():
-        print(f"{name}: {parts}", flush=True)
 
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -332,7 +332,7 @@ def export(args: argparse.Namespace) -> None:
     head = trainer.head(progress)
     body, config = head.body, head.body.config
     assert isinstance(body, Eagle3)
-    spec = body.spec
+    spec = body.attn.spec
     ends = np.cumsum([spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim])
     gate, up = np.split(np.asarray(body.mlp.gate_up.weight[...]), 2)
     q, k, v = np.split(np.asarray(body.attn.qkv.weight[...]), ends)

@@ -51,7 +51,7 @@ def propose_by_layers(
     last = jnp.clip(plan.cu_q_lens[1:] - 1, 0, plan.num_tokens - 1)
     features = drafter.features(held[seq, jnp.clip(idx, 0, max_rows - 1)])
     newest = state.seq_lens[seq]
-    drafts, scores, drawn_from = jnp.zeros((seqs, 0), jnp.int32), jnp.ones((seqs, 0)), []
+    drafts, reached, scores, drawn_from = jnp.zeros((seqs, 0), jnp.int32), jnp.ones((seqs, 1)), [], []
     for level in range(layers):
         place = plan.positions + 1 + level
         ids = state.tokens[seq, place]
@@ -61,8 +61,8 @@ def propose_by_layers(
         hidden, cache = drafter(jnp.where(valid, ids, 0), features, cache, plan, level=level)
         probs, ids, drawn = offer(drafter, drafter.logits(hidden[last])[:, None], state, level, 1, sampler)
         drafts = jnp.concatenate([drafts, ids[:, 0]], axis=1)
-        above = scores[:, -1:] if level else jnp.ones((seqs, 1))
-        scores = jnp.concatenate([scores, above * jnp.minimum(probs[:, 0], 1.0)], axis=1)
+        reached = reached * jnp.minimum(probs[:, 0], 1.0)
+        scores.append(reached)
         drawn_from.append(drawn)
         features = hidden if drafter.chained else features
     settled = jnp.where(state.decoding, jnp.maximum(state.seq_lens + 1 - layers, 0), cached)
@@ -74,5 +74,5 @@ def propose_by_layers(
         features=held.at[:, : layers - 1].set(jnp.take_along_axis(held, again[..., None], axis=1)),
     )
     parents = jnp.broadcast_to(jnp.arange(layers, dtype=jnp.int32)[None] + ROOT, drafts.shape)
-    candidates = Candidates(scores=scores, tokens=drafts, parents=parents)
+    candidates = Candidates(scores=jnp.concatenate(scores, axis=1), tokens=drafts, parents=parents)
     return draft, candidates, jnp.stack(drawn_from, axis=1) if sampler.rejection else None

@@ -110,9 +110,10 @@ def keep(drafter: Drafter, state: DecodeState, kept: jax.Array | None) -> jax.Ar
     held = state.draft.features
     if held is None or kept is None:
         return held
-    before, num_kept = jnp.minimum(state.seq_lens, max(drafter.ahead - 1, 0)), kept.shape[1]
+    num_kept = kept.shape[1]
     if drafter.ahead <= 1:
         return held.at[:, :num_kept].set(jnp.where(state.decoding[:, None, None], kept, held[:, :num_kept]))
+    before = jnp.minimum(state.seq_lens, drafter.ahead - 1)
     at = jnp.arange(held.shape[1], dtype=jnp.int32)[None] - before[:, None]
     new = jnp.take_along_axis(kept, jnp.clip(at, 0, num_kept - 1)[..., None], axis=1)
     return jnp.where((state.decoding[:, None] & (at >= 0) & (at < num_kept))[..., None], new, held)

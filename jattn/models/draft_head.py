@@ -6,7 +6,7 @@ arXiv:2503.01840 (EAGLE-3), arXiv:2412.19437, section 2.2 (MTP).
 """
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,41 +14,17 @@ from flax import nnx
 
 from jattn.cache import Cache
 from jattn.models.config import ModelConfig
-from jattn.models.decoder import Attention, Block, Decoder, Spec, apply_block, new_cache
+from jattn.models.decoder import Attention, Block, Decoder, Spec, apply_block
+from jattn.models.head_body import HeadBody
 from jattn.models.latent import Form
 from jattn.models.layers import Linear, RMSNorm, project
 from jattn.models.mlp import MLP
-from jattn.models.next_token import NextTokens
 from jattn.plan import Plan
 from jattn.resolve import Choice
 from jattn.spec import AttnSpec
 
 
-class Body(Protocol):
-    """The network of a head, between the embedding and the vocabulary."""
-
-    config: ModelConfig
-
-    def __call__(
-        self, embedded: jax.Array, features: jax.Array, cache: Cache, plan: Plan, /
-    ) -> tuple[jax.Array, Cache]:
-        """[rows, d] each -> hidden states [rows, d], the features of the next level."""
-        ...
-
-    def features(self, hidden: jax.Array, /) -> jax.Array:
-        """What the target's states [..., width] become."""
-        ...
-
-    def readout(self, hidden: jax.Array, /) -> jax.Array:
-        """Hidden states -> what the rows of the vocabulary are multiplied with, [rows, d]."""
-        ...
-
-    def new_cache(self, *, num_pages: int, page_size: int, dtype=None) -> Cache:
-        """An empty cache of the head's layers."""
-        ...
-
-
-class Eagle(nnx.Module):
+class Eagle(HeadBody):
     """layers(fc([embedding, features])), the features being the target's final hidden states.
 
     The first layer has no norm before its attention, and nothing is normed behind the last.
@@ -67,6 +43,7 @@ class Eagle(nnx.Module):
     ):
         kwargs: dict[str, Any] = dict(rngs=rngs, dtype=dtype, weight_first=weight_first)
         self.config, self.spec, self.kv_layout = config, spec, choice.kv_layout
+        self.num_cached = config.num_layers
         self.fc = Linear(2 * config.d_model, config.d_model, bias=bias, **kwargs)
         self.layers = nnx.List(
             [
@@ -75,29 +52,16 @@ class Eagle(nnx.Module):
             ]
         )
 
-    def __call__(self, embedded, features, cache, plan, /):
-        """As `Body`."""
+    def __call__(self, embedded, features, cache, plan, /, *, layer=0):
+        """As `HeadBody`, of all layers."""
         x = self.fc(jnp.concatenate([embedded, features], axis=-1))
         phases = self.config.rope(0).phases(plan.positions, self.config.rope_dim)
         for layer, block in enumerate(self.layers):
             x, cache = apply_block(*nnx.split(block), x, phases, cache, plan, jnp.int32(layer), Form())
         return x, cache
 
-    def features(self, hidden, /):
-        """They are as they come."""
-        return hidden
 
-    def readout(self, hidden, /):
-        """It is as it comes."""
-        return hidden
-
-    def new_cache(self, *, num_pages, page_size, dtype=None):
-        """As `Body`."""
-        sizes: dict[str, Any] = dict(num_pages=num_pages, page_size=page_size, dtype=dtype)
-        return new_cache(self.spec, num_layers=self.config.num_layers, layout=self.kv_layout, **sizes)
-
-
-class Eagle3(nnx.Module):
+class Eagle3(HeadBody):
     """One layer whose attention reads [norm(embedding), norm(features)], added to the features.
 
     The features are fc([streams behind some of the target's layers]), or a level above the head's own output.
@@ -127,8 +91,8 @@ class Eagle3(nnx.Module):
         self.mlp_norm, self.mlp = norm(), MLP(config, **kwargs)
         self.final_norm = norm()
 
-    def __call__(self, embedded, features, cache, plan, /):
-        """As `Body`."""
+    def __call__(self, embedded, features, cache: Any, plan, /, *, layer=0):
+        """As `HeadBody`, of its one layer."""
         both = jnp.concatenate([self.token_norm(embedded), self.hidden_norm(features)], axis=-1)
         phases = self.config.rope(0).phases(plan.positions, self.config.rope_dim)
         attended, cache = self.attn(both, phases, cache, plan, jnp.int32(0), Form())
@@ -136,18 +100,13 @@ class Eagle3(nnx.Module):
         return x + self.mlp(self.mlp_norm(x)), cache
 
     def features(self, hidden, /):
-        """As `Body`."""
+        """As `HeadBody`."""
         flat = self.fc(hidden.reshape(-1, hidden.shape[-1]))
         return flat.reshape(*hidden.shape[:-1], flat.shape[-1])
 
     def readout(self, hidden, /):
-        """As `Body`."""
+        """As `HeadBody`."""
         return self.final_norm(hidden)
-
-    def new_cache(self, *, num_pages, page_size, dtype=None):
-        """As `Body`."""
-        sizes: dict[str, Any] = dict(num_pages=num_pages, page_size=page_size, dtype=dtype)
-        return new_cache(self.spec, num_layers=1, layout=self.kv_layout, **sizes)
 
 
 class DraftHead(nnx.Module):
@@ -163,7 +122,7 @@ class DraftHead(nnx.Module):
 
     def __init__(
         self,
-        body: Body,
+        body: HeadBody,
         target: Decoder,
         *,
         rows: jax.Array | None = None,
@@ -175,7 +134,7 @@ class DraftHead(nnx.Module):
         if not all(0 <= tap <= layers for tap in taps):
             raise ValueError(f"taps={taps} of a target of {layers} layers: want 0 to {layers} each")
         self.body, self.taps, self.feature_dim = body, taps, max(len(taps), 1) * config.d_model
-        self.ahead, self.chained = (body.ahead, body.chained) if isinstance(body, NextTokens) else (1, True)
+        self.ahead, self.chained = body.ahead, body.chained
         self.embed = target.embed if embed is None else nnx.Param(embed)
         self.embed_scale, self.weight_first = config.embed_scale, target.weight_first
         held = target.embed if config.tied_embeddings else target.lm_head.weight
@@ -194,10 +153,8 @@ class DraftHead(nnx.Module):
             )
 
     def __call__(self, tokens, features, cache, plan, /, *, level: int = 0):
-        """As `combinators.model_drafts.Drafter`."""
-        if isinstance(self.body, NextTokens):
-            return self.body(self.embedded(tokens), features, cache, plan, layer=level)
-        return self.body(self.embedded(tokens), features, cache, plan)
+        """As `combinators.drafter.Drafter`."""
+        return self.body(self.embedded(tokens), features, cache, plan, layer=level)
 
     def embedded(self, tokens: jax.Array) -> jax.Array:
         """tokens i32[rows] -> what the head reads of them, [rows, d_model]."""

@@ -12,14 +12,15 @@ from flax import nnx
 
 from jattn.cache import Cache
 from jattn.models.config import ModelConfig
-from jattn.models.decoder import Block, Spec, apply_block, new_cache
+from jattn.models.decoder import Block, Spec, apply_block
+from jattn.models.head_body import HeadBody
 from jattn.models.latent import Form
 from jattn.models.layers import Linear, RMSNorm
 from jattn.plan import Plan
 from jattn.resolve import Choice
 
 
-class NextToken(nnx.Module):
+class NextToken(HeadBody):
     """norm(block(project([norm(embedding of the next token), norm(hidden state)]))), the embedding being the target's.
 
     Row i pairs the target's final hidden state i with token i + 1, and predicts token i + 2.
@@ -71,21 +72,8 @@ class NextToken(nnx.Module):
         x, cache = apply_block(*split, self.project(both), phases, cache, plan, jnp.int32(layer), form)
         return self.final_norm(x), cache
 
-    def features(self, hidden: jax.Array, /) -> jax.Array:
-        """What it reads of the target's final hidden states: all."""
-        return hidden
 
-    def readout(self, hidden: jax.Array, /) -> jax.Array:
-        """What the vocabulary's rows are multiplied with: its output."""
-        return hidden
-
-    def new_cache(self, *, num_pages: int, page_size: int, dtype=None) -> Cache:
-        """An empty cache of this layer; dtype: where the spec names none."""
-        sizes: dict[str, Any] = dict(num_pages=num_pages, page_size=page_size, dtype=dtype)
-        return new_cache(self.spec, num_layers=1, layout=self.kv_layout, **sizes)
-
-
-class NextTokens(nnx.Module):
+class NextTokens(HeadBody):
     """A layer a draft step: layer j reads token i + 1 + j in row i, and predicts the one behind it.
 
     Args:
@@ -95,7 +83,8 @@ class NextTokens(nnx.Module):
 
     def __init__(self, layers: Sequence[NextToken], *, chained: bool):
         first = layers[0]
-        self.layers, self.chained, self.ahead = nnx.List(layers), chained, len(layers)
+        self.layers, self.chained = nnx.List(layers), chained
+        self.ahead = self.num_cached = len(layers)
         self.config, self.spec, self.kv_layout = first.config, first.spec, first.kv_layout
 
     def __call__(
@@ -103,16 +92,3 @@ class NextTokens(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """As `NextToken`, of one layer; `cache` holds all of them."""
         return self.layers[layer](embedded, hidden, cache, plan, layer=layer)
-
-    def features(self, hidden: jax.Array, /) -> jax.Array:
-        """As `NextToken`."""
-        return hidden
-
-    def readout(self, hidden: jax.Array, /) -> jax.Array:
-        """As `NextToken`."""
-        return hidden
-
-    def new_cache(self, *, num_pages: int, page_size: int, dtype=None) -> Cache:
-        """An empty cache of all layers; dtype: where the spec names none."""
-        sizes: dict[str, Any] = dict(num_pages=num_pages, page_size=page_size, dtype=dtype)
-        return new_cache(self.spec, num_layers=self.ahead, layout=self.kv_layout, **sizes)

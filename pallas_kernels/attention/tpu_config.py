@@ -136,7 +136,7 @@ def fitting(config: Config, facts: Facts, vmem: int) -> Config:
     while vmem_bytes(config, facts) > vmem:
         keys = config.block_pages * facts.page_size
         if config.block_pages > 1 and keys > LANES:
-            config = _of_whole_parts(dataclasses.replace(config, block_pages=config.block_pages // 2), facts)
+            config = dataclasses.replace(config, block_pages=config.block_pages // 2)
         elif config.depth > 2 and config.parts == 1:
             config = dataclasses.replace(config, depth=2)
         elif config.unroll_heads:
@@ -144,9 +144,10 @@ def fitting(config: Config, facts: Facts, vmem: int) -> Config:
         elif config.block_q > 8:
             config = dataclasses.replace(config, block_q=round_up(config.block_q // 2, 8))
         elif config.block_pages > 1:
-            config = _of_whole_parts(dataclasses.replace(config, block_pages=config.block_pages // 2), facts)
+            config = dataclasses.replace(config, block_pages=config.block_pages // 2)
         else:
             raise ValueError(f"{facts} needs {vmem_bytes(config, facts)} bytes of vector memory at least, not {vmem}")
+        config = _of_whole_parts(config, facts)
     return config
 
 
